@@ -1,0 +1,43 @@
+"""The command ``lightning-ft``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, get_args
+
+from lightning_ft.elastic.command import exec_supervisor
+from lightning_ft.elastic.options import StartMethod
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run one of the subcommands."""
+    parser = argparse.ArgumentParser(prog="lightning-ft", description="Fault tolerance for PyTorch Lightning.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run(commands.add_parser("run", help="start a training script with several ranks that may die"))
+    arguments = parser.parse_args(argv)
+    arguments.run(arguments)
+    sys.exit(0)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "lightning-ft run -n N [--start-method METHOD] [--] (train.py | -m MODULE | -c CODE) ..."
+    parser.add_argument("-n", "--num-slots", type=_positive, required=True, metavar="N", help="how many ranks to start")
+    parser.add_argument("--start-method", choices=get_args(StartMethod), default="auto", help="how ranks are started")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="what each rank runs, as after `python`")
+    parser.set_defaults(run=lambda arguments: _run(parser, arguments))
+
+
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    program: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not program or (program[0] in ("-m", "-c") and len(program) == 1):
+        parser.error("nothing to run: expected train.py, -m MODULE or -c CODE")
+    exec_supervisor(arguments.num_slots, program, start_method=arguments.start_method)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, not {value}")
+    return value

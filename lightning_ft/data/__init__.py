@@ -1,0 +1,1 @@
+"""Which rank trains which data, so that every sample is trained exactly once an epoch whoever dies or joins."""

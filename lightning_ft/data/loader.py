@@ -1,0 +1,278 @@
+"""The loader that a rank iterates: the user's sampler decides the order, tickets decide who trains what."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+from lightning_ft.data.tickets import TicketPlan
+
+Order = list[int] | list[list[int]]
+
+
+class Agreement(Protocol):
+    """How a loader learns what all ranks must see alike."""
+
+    def __call__(self, draw: Callable[[], Tensor]) -> Tensor:
+        """Collective. Return what rank 0 drew."""
+
+
+class ElasticLoader:
+    """The training loader of one slot.
+
+    Without faults a rank trains exactly the batches that ``DistributedSampler`` would give it, except that no sample is
+    repeated to make the ranks even: rank ``r`` of ``R`` takes every ``R``-th sample of the order, in batches. Each such
+    batch is a ticket. A custom batch sampler's batches are dealt out whole.
+
+    Args:
+        source: The user's loader over a map-style dataset, with Lightning's ``DistributedSampler`` in it.
+        slot: The slot whose loader this is.
+        num_slots: Slots that the epoch's tickets are dealt to.
+        current_epoch: Returns the epoch that an iteration begins.
+        agree: Used for samplers whose order is not a function of seed and epoch.
+        limit: ``Trainer(limit_train_batches=...)``: batches of a rank, or a fraction of them.
+
+    """
+
+    def __init__(
+        self,
+        source: DataLoader[Any],
+        slot: int,
+        num_slots: int,
+        current_epoch: Callable[[], int],
+        agree: Agreement,
+        limit: int | float = 1.0,
+    ) -> None:
+        self.dataset = source.dataset
+        self.sampler = source.sampler
+        self.batch_size = source.batch_size
+        self.num_workers = source.num_workers
+        self._source = source
+        self._slot = slot
+        self._num_slots = num_slots
+        self._current_epoch = current_epoch
+        self._agree = agree
+        self._batched_by_user = source.batch_sampler is not None and type(source.batch_sampler) is not BatchSampler
+        self._order: Order | None = None
+        num_tickets = self._count_tickets()
+        self._length = -(-num_tickets // num_slots)
+        allowed = int(self._length * limit) if isinstance(limit, float) else limit
+        self.plan = TicketPlan(min(num_tickets, allowed * num_slots), num_slots)
+        self.live: tuple[int, ...] = tuple(range(num_slots))
+        self.ticket: int | None = None
+        self.deferred = False
+        """True in a rank that is not a member yet: its order and position come with the state that it receives."""
+        self.on_take: Callable[[], None] = lambda: None
+        self._resumed = False
+        self._inner = self._make_inner()
+        self._batches: Iterator[Any] | None = None
+        self._round = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> "ElasticLoader":
+        if self._resumed:
+            self._resumed = False
+        else:
+            self._order = None
+            self.plan.begin_epoch(self._current_epoch())
+        self._batches = None
+        if not self.deferred:
+            self._open_round(self.plan.upcoming(self._slot))
+        return self
+
+    def __next__(self) -> Any:
+        tickets = self.plan.take(self.live)
+        if not tickets:
+            self._batches = None
+            raise StopIteration
+        self.ticket = tickets.get(self._slot)
+        self.on_take()
+        if self.ticket is None:
+            return self._ghost_batch()
+        if self._batches is None or self._round != self.plan.round:
+            # An extra start of workers must not shift the random numbers that training draws.
+            with torch.random.fork_rng(devices=[]):
+                self._open_round(chain([self.ticket], self.plan.upcoming(self._slot)))
+        assert self._batches is not None
+        return next(self._batches)
+
+    @property
+    def remaining_steps(self) -> int:
+        """How many further batches this epoch has if nobody dies or joins."""
+        return self.plan.remaining_steps(self.live)
+
+    def commit(self, contributors: tuple[int, ...]) -> dict[int, list[int]]:
+        """Record that a step with the gradients of ``contributors`` is committed; return the tickets that are done."""
+        done = self.plan.commit(contributors)
+        for slot in set(self.live) - set(contributors):
+            self.plan.remove(slot)
+        self.live = tuple(sorted(contributors))
+        return done
+
+    def admit(self, joined: list[int]) -> None:
+        """Deal tickets to ``joined`` from now on."""
+        for slot in joined:
+            self.plan.add(slot)
+        self.live = tuple(sorted({*self.live, *joined}))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the epoch, the same on every rank."""
+        order = None if self._order is None or self._is_function_of_epoch else self._pack(self._order)
+        return {"plan": self.plan.state_dict(), "order": order}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where another loader was; steps that were not committed are open again."""
+        self.plan.load_state_dict(state["plan"])
+        for slot in list(self.plan.in_flight):
+            self.plan.remove(slot)
+        self._order = None if state["order"] is None else self._unpack(state["order"])
+        self._batches = None
+        self._resumed = True
+
+    def load_handed_out(self, state: dict[str, Any], live: tuple[int, ...]) -> None:
+        """Take the position that a live peer handed out, among ``live`` slots, with its iteration under way."""
+        self.load_state_dict(state)
+        self._resumed, self.deferred, self.live = False, False, live
+
+    # Order and batches.
+
+    @property
+    def _is_function_of_epoch(self) -> bool:
+        return type(self.sampler) is DistributedSampler and not self._batched_by_user
+
+    def _count_tickets(self) -> int:
+        if self._batched_by_user:
+            with _of_one_replica(self.sampler):
+                self._num_batches_by_user = len(self._source.batch_sampler)  # type: ignore[arg-type]
+            return self._num_batches_by_user
+        num_samples = _full_length(self.sampler)
+        size = self.batch_size or 1
+        counts = [len(range(slot, num_samples, self._num_slots)) for slot in range(self._num_slots)]
+        return sum(count // size if self._source.drop_last else -(-count // size) for count in counts)
+
+    def _epoch_order(self) -> Order:
+        if self._order is None:
+            if self._is_function_of_epoch:
+                self.sampler.set_epoch(self.plan.epoch)  # type: ignore[attr-defined]
+                self._order = self._draw()
+            else:
+                self._order = self._unpack(self._agree(lambda: self._pack(self._draw())))
+                self._check_length(self._order)
+        return self._order
+
+    def _draw(self) -> Order:
+        with _of_one_replica(self.sampler):
+            return list(self._source.batch_sampler if self._batched_by_user else self.sampler)  # type: ignore[arg-type]
+
+    def _check_length(self, order: Order) -> None:
+        expected = self._num_batches_by_user if self._batched_by_user else _full_length(self.sampler)
+        if len(order) != expected:
+            sampler = self._source.batch_sampler if self._batched_by_user else self.sampler
+            raise ValueError(
+                f"`{type(sampler).__name__}` yielded {len(order)} items in epoch {self.plan.epoch}, but its `__len__` said"
+                f" {expected}. Tickets are dealt by that length: make the two agree."
+            )
+
+    def _pack(self, order: Order) -> Tensor:
+        """As one tensor: the lengths of all batches first where the user makes them."""
+        if not self._batched_by_user:
+            return torch.tensor(order, dtype=torch.int64)
+        flat = list(chain.from_iterable(order))  # type: ignore[arg-type]
+        return torch.tensor([len(order), *(len(batch) for batch in order), *flat])  # type: ignore[arg-type]
+
+    def _unpack(self, packed: Tensor) -> Order:
+        values: list[int] = packed.tolist()
+        if not self._batched_by_user:
+            return values
+        lengths, flat = values[1 : 1 + values[0]], iter(values[1 + values[0] :])
+        return [[next(flat) for _ in range(length)] for length in lengths]
+
+    def _indices(self, ticket: int) -> Any:
+        order = self._epoch_order()
+        if self._batched_by_user:
+            return order[ticket]
+        index, slot = divmod(ticket, self._num_slots)
+        if self.batch_size is None:
+            return order[slot + self._num_slots * index]
+        stride = self._num_slots * self.batch_size
+        return order[slot + stride * index : slot + stride * (index + 1) : self._num_slots]
+
+    def _open_round(self, tickets: Iterator[int]) -> None:
+        self._round = self.plan.round
+        self._epoch_order()
+        self._upcoming.tickets = tickets
+        self._batches = iter(self._inner)
+
+    def _make_inner(self) -> DataLoader[Any]:
+        source = self._source
+        self._upcoming = _Upcoming(self._indices)
+        sampling = {"sampler": self._upcoming} if source.batch_size is None and not self._batched_by_user else {}
+        return DataLoader(
+            source.dataset,
+            **({"batch_size": None, **sampling} if sampling else {"batch_sampler": self._upcoming}),  # type: ignore[arg-type]
+            num_workers=source.num_workers,
+            collate_fn=source.collate_fn,
+            pin_memory=source.pin_memory,
+            timeout=source.timeout,
+            worker_init_fn=source.worker_init_fn,
+            multiprocessing_context=source.multiprocessing_context,
+            generator=source.generator,
+            prefetch_factor=source.prefetch_factor,
+            persistent_workers=source.persistent_workers,
+        )
+
+    def _ghost_batch(self) -> Any:
+        """Any batch of the epoch, for a rank that must take part in the step but has none of its own."""
+        fetcher = _MapDatasetFetcher(
+            self.dataset, self.batch_size is not None or self._batched_by_user, self._source.collate_fn, drop_last=False
+        )
+        return fetcher.fetch(self._indices(self._slot % self.plan.num_tickets))  # type: ignore[no-untyped-call]
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """Forwarded, so that Lightning can seed the workers."""
+        return self._inner.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, value: Any) -> None:
+        self._inner.worker_init_fn = value
+
+
+class _Upcoming:
+    """The inner loader's sampler: the index lists of the tickets that this slot trains next."""
+
+    def __init__(self, indices: Callable[[int], Any]) -> None:
+        self._indices = indices
+        self.tickets: Iterator[int] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        tickets, self.tickets = self.tickets, iter(())
+        return map(self._indices, tickets)
+
+
+class _of_one_replica:  # noqa: N801
+    """Makes a ``DistributedSampler`` yield its whole order, unpadded, for a while."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def __enter__(self) -> None:
+        if isinstance(self._sampler, DistributedSampler):
+            self._saved = {k: getattr(self._sampler, k) for k in ("num_replicas", "rank", "num_samples", "total_size")}
+            length = _full_length(self._sampler)
+            self._sampler.num_replicas, self._sampler.rank = 1, 0
+            self._sampler.num_samples = self._sampler.total_size = length
+
+    def __exit__(self, *exc_info: object) -> None:
+        if isinstance(self._sampler, DistributedSampler):
+            vars(self._sampler).update(self._saved)
+
+
+def _full_length(sampler: Any) -> int:
+    return len(sampler.dataset) if isinstance(sampler, DistributedSampler) else len(sampler)

@@ -1,0 +1,179 @@
+"""What strategies need from an elastic engine, and the engine of a process that is alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from lightning_ft.elastic.exchange import Exchange, PendingExchange, pack_header
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A membership change, as the ranks learn of it.
+
+    Args:
+        generation: Number of the new generation.
+        before: Live slots before it, by rank.
+        members: Live slots now, by rank.
+        reason: ``"start"``, ``"death"``, ``"join"``, ``"error"``, ``"exclude"`` or ``"cancelled"``.
+        dead: ``(slot, how it ended)`` of those that are gone since.
+        stall: Seconds that this rank spent in the change.
+
+    """
+
+    generation: int
+    before: tuple[int, ...]
+    members: tuple[int, ...]
+    reason: str
+    dead: tuple[tuple[int, str], ...]
+    stall: float
+
+
+class Engine(Protocol):
+    """Live membership of the job, and operations that survive its changes.
+
+    An operation is numbered. It begins with an exchange of headers and ends with a result; if a rank dies in it, the
+    survivors run it again among themselves, and a rank that had already completed it hands its result to the others.
+    """
+
+    slot: int
+    incarnation: int
+    num_slots: int
+    on_change: Callable[[Change], None]
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The live slots, by rank."""
+
+    @property
+    def call(self) -> int:
+        """Index of the Trainer call that this process is in."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether operations do not leave this process."""
+
+    @property
+    def join_wanted(self) -> bool:
+        """Whether somebody waits to be admitted."""
+
+    @property
+    def hold(self) -> bool:
+        """Whether too few replicas are alive to go on after the step under way."""
+
+    def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
+        """Start the exchange of the next operation's headers; :meth:`run` takes it from there."""
+
+    def run(
+        self,
+        label: str,
+        body: Callable[[Exchange], Result],
+        *,
+        size: int = 0,
+        inline: bytes = b"",
+        opened: PendingExchange | None = None,
+    ) -> Result:
+        """Collective. Run the next operation, again among the survivors whenever a rank dies in it."""
+
+    def begin_call(self, fn: str) -> str:
+        """Collective. Enter the next Trainer call: ``"start"``, ``"join"`` or ``"skip"``."""
+
+    def end_call(self) -> None:
+        """Collective. Leave the Trainer call."""
+
+    def join(self) -> Any:
+        """Return the state of the running job, as a new member of it; operations stay private until :meth:`enter`."""
+
+    def enter(self) -> None:
+        """Take part in the others' operations from now on."""
+
+    def admit_joiners(self, provide_state: Callable[[Sequence[int]], Any]) -> list[int]:
+        """Collective. At a step boundary: let those in that wait, give them the state, return their slots."""
+
+    def exclude(self, slot: int, reason: str) -> None:
+        """Have a live slot removed."""
+
+    def report_progress(self, step: int) -> None:
+        """Say that ``step`` optimizer steps are committed."""
+
+    def report_exception(self, error: BaseException) -> None:
+        """Say that user code raised, before this process ends because of it."""
+
+    def record(self, key: str, value: bytes) -> None:
+        """Keep ``value`` for ranks that start later."""
+
+    def recorded(self, key: str) -> bytes | None:
+        """Return what an earlier rank recorded."""
+
+    def close(self) -> None:
+        """Leave the job. May be called twice."""
+
+
+class SoloEngine:
+    """The engine of the only process of a job: nobody can die, nobody can join."""
+
+    slot = 0
+    incarnation = 0
+    num_slots = 1
+    rank = 0
+    members = (0,)
+    call = 0
+    alone = True
+    join_wanted = False
+    hold = False
+
+    def __init__(self) -> None:
+        self.on_change: Callable[[Change], None] = lambda change: None
+
+    def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
+        return PendingExchange(None, 0, 1, pack_header(0, size, label, inline))
+
+    def run(
+        self,
+        label: str,
+        body: Callable[[Exchange], Result],
+        *,
+        size: int = 0,
+        inline: bytes = b"",
+        opened: PendingExchange | None = None,
+    ) -> Result:
+        return body((opened or self.open(label, size=size, inline=inline)).wait())
+
+    def begin_call(self, fn: str) -> str:
+        return "start"
+
+    def end_call(self) -> None:
+        pass
+
+    def join(self) -> Any:
+        raise RuntimeError("A job of one process has nobody to join.")
+
+    def enter(self) -> None:
+        pass
+
+    def admit_joiners(self, provide_state: Callable[[Sequence[int]], Any]) -> list[int]:
+        return []
+
+    def exclude(self, slot: int, reason: str) -> None:
+        raise ValueError(f"`exclude({slot})` would leave nobody: this job has one process.")
+
+    def report_progress(self, step: int) -> None:
+        pass
+
+    def report_exception(self, error: BaseException) -> None:
+        pass
+
+    def record(self, key: str, value: bytes) -> None:
+        pass
+
+    def recorded(self, key: str) -> bytes | None:
+        return None
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,427 @@
+"""The elastic engine of one machine: process groups that change under numbered operations.
+
+A supervisor publishes generations of the membership. All members of one say "ready", then get "go", connect, and tell
+each other how many operations they completed. A rank that is one behind receives the result of the one it missed; a rank
+that joins receives the training state from a survivor. Then everybody goes on.
+"""
+
+import atexit
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed import ProcessGroup
+
+from lightning_ft.elastic._torch_compat import connect_store
+from lightning_ft.elastic.engine import Change
+from lightning_ft.elastic.exchange import Exchange, PendingExchange, pack_header
+from lightning_ft.elastic.groups import GlooGroups, Groups
+from lightning_ft.elastic.link import SupervisorLink
+from lightning_ft.elastic.options import Policy
+from lightning_ft.elastic.protocol import Generation, RankEnvironment
+from lightning_ft.elastic.state_codec import encode
+from lightning_ft.elastic.transfer import receive_state, send_state
+from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError
+from lightning_ft.events.log import EventLog
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+_of_process: "LocalEngine | None" = None
+ProvideState = Callable[[Sequence[int]], Any]
+
+_PROGRESS_INTERVAL = 0.05  # seconds; the supervisor wakes up for each report
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """What a member says of itself when a generation begins."""
+
+    sequence: int
+    joining: bool
+    at_top: bool
+
+
+@dataclass
+class _Outcome:
+    """What a rank brought out of a reconfiguration."""
+
+    reason: str = ""
+    replay: tuple[Any] | None = None  # the result of the operation that failed here and was completed elsewhere
+    state: tuple[Any] | None = None  # what a joiner received
+    joined: list[int] | None = None
+
+
+class LocalEngine:
+    """Live membership over gloo, fed by the supervisor of this machine.
+
+    Args:
+        environment: What the supervisor told this rank.
+        policy: What the user asked of the supervisor.
+        events: Where membership changes are recorded.
+        timeout: Bound of every wait for other ranks.
+        groups: Makes the process groups; gloo over loopback by default.
+
+    """
+
+    def __init__(
+        self,
+        environment: RankEnvironment,
+        policy: Policy,
+        events: EventLog,
+        timeout: timedelta,
+        groups: Groups | None = None,
+    ) -> None:
+        self.slot = environment.slot
+        self.incarnation = environment.incarnation
+        self.num_slots = environment.num_slots
+        self.on_change: Callable[[Change], None] = lambda change: None
+        self.alone = True
+        self.events = events
+        self._timeout = timeout.total_seconds()
+        host, port = environment.store_host, environment.store_port
+        self._groups = groups or GlooGroups(host, port, timeout)
+        self._store = connect_store(host, port, timeout)
+        self._link = SupervisorLink(environment, self._groups.interrupt)
+        self._link.send({"type": "hello", "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()})
+        self._link.send(policy.to_message())
+        self._group: ProcessGroup | None = None
+        self._generation = -1
+        self._members: tuple[int, ...] = ()
+        self._hold = False
+        self._calls = 0
+        self._sequence = 0
+        self._last: Any = None
+        self._reported: float | None = None
+
+    @classmethod
+    def of_process(cls, environment: RankEnvironment, policy: Policy, timeout: timedelta) -> "LocalEngine":
+        """Return the one engine of this process, shared by all Trainers of the user's script."""
+        global _of_process
+        if _of_process is None:
+            _of_process = cls(environment, policy, EventLog(environment.slot, environment.incarnation), timeout)
+            _of_process.events.emit("start", pid=os.getpid())
+            atexit.register(_of_process.close)
+        return _of_process
+
+    @property
+    def rank(self) -> int:
+        # Not 0 before admission: whoever believes that it is rank 0 writes logs and checkpoints.
+        return self._members.index(self.slot) if self.slot in self._members else self.num_slots - 1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._members
+
+    @property
+    def call(self) -> int:
+        return max(self._calls - 1, 0)
+
+    @property
+    def generation(self) -> int:
+        """Number of the current generation; -1 before the first."""
+        return self._generation
+
+    @property
+    def join_wanted(self) -> bool:
+        return self._link.join_wanted
+
+    @property
+    def hold(self) -> bool:
+        return self._hold
+
+    # Operations.
+
+    def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
+        group = None if self.alone else self._group
+        header = pack_header(self._sequence, size, label, inline)
+        return PendingExchange(group, 0 if self.alone else self.rank, 1 if self.alone else len(self._members), header)
+
+    def run(
+        self,
+        label: str,
+        body: Callable[[Exchange], Result],
+        *,
+        size: int = 0,
+        inline: bytes = b"",
+        opened: PendingExchange | None = None,
+    ) -> Result:
+        """Collective. Run the next operation, again among the survivors whenever a rank dies in it."""
+        if self.alone:
+            return body((opened or self.open(label, size=size, inline=inline)).wait())
+        while True:
+            try:
+                result = body((opened or self.open(label, size=size, inline=inline)).wait())
+                break
+            except CollectiveMismatchError:
+                raise
+            except RuntimeError as error:
+                opened = None
+                replay = self._recover(label, error)
+                if replay is not None:
+                    (result,) = replay
+                    break
+        self._complete(result)
+        return result
+
+    def _complete(self, result: Any) -> None:
+        self._sequence += 1
+        self._last = result
+
+    def _recover(self, label: str, error: RuntimeError) -> tuple[Any] | None:
+        reason = f"{label}: {error}"[:300]
+        self.events.emit("operation_failed", operation=label, sequence=self._sequence, error=str(error)[:200])
+        number = self._generation
+        self._break_off()  # closing our sockets is what unblocks the peers that wait for us
+        self._link.send({"type": "failed", "generation": number, "reason": reason})
+        return self._reconfigure().replay
+
+    # Calls of the Trainer.
+
+    def begin_call(self, fn: Any) -> str:
+        """Collective. Enter the next Trainer call: ``"start"``, ``"join"`` or ``"skip"``."""
+        call, self._calls = self._calls, self._calls + 1
+        self._link.send({"type": "begin", "call": call, "fn": fn})
+        mode = self._link.wait_for_enter(call)["mode"]
+        self.alone = True
+        if mode == "start":
+            self._sequence, self._last = 0, None
+            self._reconfigure()
+        return mode
+
+    def end_call(self) -> None:
+        """Collective. Leave the Trainer call."""
+        self.run("end of call", lambda exchange: None)
+        self._link.use(None)
+        self._link.send({"type": "end", "call": self.call})
+        self.alone = True  # the group stays open: peers may still be reading what this rank sent last
+
+    def join(self) -> Any:
+        """Return the state of the running job, as a new member of it; operations stay private until :meth:`enter`."""
+        self.events.emit("join_requested")
+        self._link.send({"type": "join", "call": self.call})
+        outcome = self._reconfigure(joining=True)
+        assert outcome.state is not None
+        return outcome.state[0]
+
+    def enter(self) -> None:
+        """Take part in the others' operations from now on."""
+        self.alone = False
+
+    def admit_joiners(self, provide_state: ProvideState) -> list[int]:
+        """Collective. At a step boundary: let those in that wait, give them the state, return their slots."""
+        if self.alone:
+            return []
+        outcome = _Outcome()
+        while self._hold or outcome.reason not in ("join", "cancelled"):
+            self._link.send({"type": "at_top", "generation": self._generation})
+            outcome = self._reconfigure(at_top=True, provide_state=provide_state)
+            if outcome.joined is not None and not self._hold:
+                break
+        joined = outcome.joined or []
+        self._complete({"joined": joined})
+        return joined
+
+    def exclude(self, slot: int, reason: str) -> None:
+        """Have a live slot removed."""
+        if slot not in self._members:
+            raise ValueError(f"`exclude({slot})`: expected a live slot, one of {list(self._members)}.")
+        self._link.send({"type": "exclude", "slot": slot, "reason": reason})
+
+    # Reconfiguration.
+
+    def _reconfigure(
+        self, *, joining: bool = False, at_top: bool = False, provide_state: ProvideState | None = None
+    ) -> _Outcome:
+        started = time.monotonic()
+        before = self._members
+        dead: dict[int, str] = {}
+        while True:
+            generation = self._next_generation(joining)
+            dead |= {death["slot"]: death["how"] for death in generation["dead"]}
+            number, members = generation["number"], tuple(generation["members"])
+            standing = _Standing(self._sequence, joining, at_top)
+            try:
+                group = self._connect(number, members)
+                if group is None:
+                    continue
+                outcome = self._agree(group, members, standing, provide_state)
+                break
+            except RuntimeError as error:
+                if isinstance(error, ReconfigurationError):
+                    raise
+                self.events.emit("generation_failed", generation=number, error=str(error)[:200])
+                self._break_off()
+                self._link.send({"type": "failed", "generation": number, "reason": f"reconfiguration: {error}"[:300]})
+        outcome.reason = generation["reason"]
+        self._group, self._members, self.alone = group, members, joining
+        self._hold = generation["hold"]
+        stall = time.monotonic() - started
+        change = Change(number, before, members, generation["reason"], tuple(sorted(dead.items())), stall)
+        self.events.emit(
+            "generation",
+            generation=number,
+            members=list(members),
+            reason=change.reason,
+            dead=[list(death) for death in change.dead],
+            joined=outcome.joined or [],
+            sequence=self._sequence,
+            replayed=outcome.replay is not None,
+            stall_ms=round(1e3 * stall, 2),
+        )
+        self.on_change(change)
+        return outcome
+
+    def _next_generation(self, joining: bool) -> Generation:
+        while True:
+            # A joiner may wait through hours of validation; a member only as long as its peers may compute.
+            what = f"the supervisor to publish a generation after {self._generation}"
+            generation = self._link.wait_for_generation(self._generation, None if joining else self._timeout, what)
+            self._break_off()
+            self._generation = generation["number"]
+            if self.slot in generation["members"]:
+                return generation
+            if not joining:
+                raise ExcludedError(self.slot, f"it is not in generation {generation['number']}")
+
+    def _connect(self, number: int, members: tuple[int, ...]) -> ProcessGroup | None:
+        """Return the group of generation ``number``, or None if a newer one superseded it."""
+        self._link.send({"type": "ready", "generation": number})
+        if not self._link.wait_for_go(number, self._timeout) or not self._link.use(number):
+            return None
+        return self._groups.create(number, members.index(self.slot), len(members))
+
+    def _break_off(self) -> None:
+        self._link.use(None)
+        if self._group is not None:
+            self._groups.interrupt(self._generation)
+            self._group = None
+
+    def _agree(
+        self,
+        group: ProcessGroup,
+        members: tuple[int, ...],
+        mine: _Standing,
+        provide_state: ProvideState | None,
+    ) -> _Outcome:
+        """Level all members: hand on the result that some missed, and the state that joiners need."""
+        rank = members.index(self.slot)
+        exchange = Exchange(group, rank, len(members), [])
+        rows = exchange.all_gather(torch.tensor([mine.sequence, mine.joining, mine.at_top], dtype=torch.int64))
+        table = [_Standing(int(row[0]), bool(row[1]), bool(row[2])) for row in rows]
+        outcome = _Outcome()
+        settled = [r for r, standing in enumerate(table) if not standing.joining]
+        if settled:
+            self._replay_last(group, rank, table, settled, outcome)
+            joiners = [r for r, standing in enumerate(table) if standing.joining]
+            if joiners:
+                self._hand_out(group, members, rank, table, joiners, outcome, provide_state)
+        # Nobody leaves before all are level: otherwise a death right now would find some of us in the next step.
+        exchange.all_reduce(torch.zeros(1))
+        return outcome
+
+    def _replay_last(
+        self, group: ProcessGroup, rank: int, table: list[_Standing], settled: list[int], outcome: _Outcome
+    ) -> None:
+        ahead = max(table[r].sequence for r in settled)
+        behind = [r for r in settled if table[r].sequence < ahead]
+        if any(table[r].sequence != ahead - 1 for r in behind):
+            counts = [table[r].sequence for r in settled]
+            raise ReconfigurationError(self._generation, 1, f"ranks completed {counts} operations; at most 1 apart expected")
+        source = next(r for r in settled if table[r].sequence == ahead)
+        if rank == source and behind:
+            state = encode(self._last)
+            for r in behind:
+                send_state(group, r, state)
+        elif rank in behind:
+            outcome.replay = (receive_state(group, source),)
+
+    def _hand_out(
+        self,
+        group: ProcessGroup,
+        members: tuple[int, ...],
+        rank: int,
+        table: list[_Standing],
+        joiners: list[int],
+        outcome: _Outcome,
+        provide_state: ProvideState | None,
+    ) -> None:
+        hosts = [r for r, standing in enumerate(table) if standing.at_top]
+        if not hosts:
+            if rank in joiners:
+                reason = "the others passed the step boundary before the state was handed over"
+                raise ReconfigurationError(self._generation, 1, reason)
+            return
+        source = hosts[0]
+        missed = outcome.replay[0]["joined"] if table[rank].at_top and outcome.replay is not None else None
+        joined = missed if missed is not None else [members[r] for r in joiners]
+        if rank == source:
+            assert provide_state is not None
+            started = time.monotonic()
+            self.events.emit("handing_out", to=joined)
+            state, error = None, ""
+            try:
+                state = provide_state(joined)
+            except Exception as exception:  # a callback's own code: the joiner fails of it, the survivors do not
+                error = "".join(traceback.format_exception(exception))
+                log.exception("The state for slots %s could not be collected.", joined)
+            encoded = encode({"joined": joined, "state": state, "error": error})
+            for r in joiners:
+                send_state(group, r, encoded)
+            elapsed = round(1e3 * (time.monotonic() - started), 2)
+            num_bytes = len(encoded.header) + sum(storage.numel() for storage in encoded.storages)
+            self.events.emit("handed_out", to=joined, bytes=num_bytes, ms=elapsed)
+        elif rank in joiners:
+            received = receive_state(group, source)
+            if received["error"]:
+                raise ReconfigurationError(self._generation, 1, f"rank {source} could not collect it:\n{received['error']}")
+            outcome.state = (received["state"],)
+            joined = received["joined"]
+            self._sequence, self._last = table[source].sequence + 1, {"joined": joined}
+            self.events.emit("healed", source=members[source])
+        outcome.joined = joined
+
+    # Reports and records.
+
+    def report_progress(self, step: int) -> None:
+        """Say that ``step`` optimizer steps are committed."""
+        now = time.monotonic()
+        if self._reported is None or now - self._reported >= _PROGRESS_INTERVAL:
+            self._reported = now
+            self._link.send({"type": "progress", "step": step})
+
+    def report_exception(self, error: BaseException) -> None:
+        """Say that user code raised, before this process ends because of it."""
+        code = error.code if isinstance(error, SystemExit) else 1
+        self._link.send(
+            {
+                "type": "exception",
+                "exception": type(error).__qualname__,
+                "message": str(error),
+                "traceback": "".join(traceback.format_exception(error)),
+                "code": code if isinstance(code, int) else int(code is not None),
+            }
+        )
+
+    def report_log(self, directory: str) -> None:
+        """Tell the supervisor where event logs go."""
+        self._link.send({"type": "log", "directory": directory})
+
+    def record(self, key: str, value: bytes) -> None:
+        """Keep ``value`` for ranks that start later."""
+        self._store.set(f"record/{key}", value)
+
+    def recorded(self, key: str) -> bytes | None:
+        """Return what an earlier rank recorded."""
+        return self._store.get(f"record/{key}") if self._store.check([f"record/{key}"]) else None
+
+    def close(self) -> None:
+        """Leave the job. May be called twice."""
+        self._link.close()
+        self._group = None

@@ -1,0 +1,91 @@
+"""What a user can choose about supervision, checked once, here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, cast, get_args
+
+from lightning_ft.elastic.protocol import Options
+
+StartMethod = Literal["auto", "fork", "spawn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisionOptions:
+    """How the supervisor starts, watches and ends ranks; the rarer choices.
+
+    Args:
+        restart_window: Seconds after which a respawn no longer counts against ``max_restarts``.
+        rejoin_timeout: Seconds to wait for respawns while fewer than ``min_replicas`` are alive.
+        grace: Seconds between a forwarded SIGTERM or SIGINT and SIGKILL.
+        start_method: "fork": ranks are forked from a process that imported torch and lightning; "spawn": they start
+            from nothing; "auto": forked where that is safe.
+        prefix_output: Whether each line of a rank's output names its slot; None: unless the output is a terminal.
+
+    Raises:
+        ValueError: If a value is out of range.
+
+    """
+
+    restart_window: float = 600.0
+    rejoin_timeout: float = 300.0
+    grace: float = 30.0
+    start_method: StartMethod = "auto"
+    prefix_output: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("restart_window", "rejoin_timeout", "grace"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"`SupervisionOptions({name}={value})` is not valid: expected seconds, 0 or more.")
+        if self.start_method not in get_args(StartMethod):
+            raise ValueError(
+                f"`SupervisionOptions(start_method={self.start_method!r})` is not valid: "
+                "expected 'auto', 'fork' or 'spawn'."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(SupervisionOptions):
+    """Everything the membership is decided by: the user's options plus the strategy's own arguments.
+
+    Args:
+        max_restarts: Respawns of one slot within ``restart_window``; 0: never respawn.
+        min_replicas: Ranks that must be alive for steps to be taken.
+        timeout: Seconds that members may take to report a failure that others reported; None: for ever.
+
+    Raises:
+        ValueError: If a value is out of range.
+
+    """
+
+    max_restarts: int = 3
+    min_replicas: int = 1
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_restarts < 0:
+            raise ValueError(f"`max_restarts={self.max_restarts}` is not valid: expected 0 or more.")
+        if self.min_replicas < 1:
+            raise ValueError(f"`min_replicas={self.min_replicas}` is not valid: expected 1 or more.")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"`timeout={self.timeout}` is not valid: expected more than 0 seconds, or None.")
+
+    @classmethod
+    def of(
+        cls, options: SupervisionOptions, *, max_restarts: int, min_replicas: int, timeout: float | None = None
+    ) -> Policy:
+        """Return ``options`` with the strategy's arguments added."""
+        return cls(**asdict(options), max_restarts=max_restarts, min_replicas=min_replicas, timeout=timeout)
+
+    def to_message(self) -> Options:
+        """Return the message that tells the supervisor."""
+        return cast(Options, {"type": "options", **asdict(self)})
+
+    @classmethod
+    def from_message(cls, message: Options) -> Policy:
+        """Return what a rank said; fields that this version does not know are ignored."""
+        known = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in message.items() if name in known}
+        return cls(**values)

@@ -1,0 +1,86 @@
+"""How the job ended, from how its slots ended."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the process of a slot ended.
+
+    Args:
+        slot: The slot.
+        incarnation: Which of its processes.
+        code: Exit code; ``-signum`` if a signal ended it.
+        how: The same in words: "SIGKILL", "exit code 1", "ValueError: ...".
+        complete: Whether it had nothing left to do: not a death.
+
+    """
+
+    slot: int
+    incarnation: int
+    code: int
+    how: str
+    complete: bool
+
+
+def describe(code: int) -> str:
+    """Return "SIGKILL", "exit code 1" and the like."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def exit_code(code: int) -> int:
+    """Return what a shell would report for ``code``."""
+    return 128 - code if code < 0 else code
+
+
+class Outcome:
+    """The endings of the slots that did not come back."""
+
+    def __init__(self) -> None:
+        self._endings: dict[int, Ending] = {}
+
+    def add(self, ending: Ending) -> None:
+        """Note that the process of a slot ended; of several deaths in a row the first explains the others."""
+        if ending.complete:
+            self._endings.pop(ending.slot, None)
+        self._endings.setdefault(ending.slot, ending)
+
+    def forget(self, slot: int) -> None:
+        """Note that ``slot`` is a member again: how it once ended no longer explains anything."""
+        self._endings.pop(slot, None)
+
+    def verdict(self, terminated_by: int | None = None) -> tuple[int, str | None]:
+        """Return the job's exit code and, if it is not 0, the reason.
+
+        Args:
+            terminated_by: The signal that asked the job to end.
+
+        """
+        endings = list(self._endings.values())
+        codes = [exit_code(ending.code) for ending in endings]
+        if terminated_by is not None and 128 + terminated_by in codes:
+            return 128 + terminated_by, None
+        completed = [ending for ending in endings if ending.complete and ending.code >= 0]
+        if completed:
+            first = next((ending for ending in completed if ending.code), None)
+            if first is None:
+                return 0, None
+            return first.code, f"The job ended with {self._tell([first])}."
+        raised = [ending for ending in endings if ending.code > 0]
+        if raised:
+            return raised[0].code, f"The job ended with {self._tell([raised[0]])}."
+        if not endings:
+            return 1, "The job ended before a rank was started."
+        return exit_code(endings[0].code), f"All ranks are gone: {self._tell(endings)}."
+
+    @staticmethod
+    def _tell(endings: list[Ending]) -> str:
+        return ", ".join(f"slot {ending.slot} ({ending.how})" for ending in endings)

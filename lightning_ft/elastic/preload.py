@@ -1,0 +1,34 @@
+"""What a rank imports anyway before its first step, imported once for all of them."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import logging
+
+log = logging.getLogger(__name__)
+
+# The second half is imported lazily, by the first optimizer step or the first fit.
+MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.utils.data",
+    "lightning.pytorch",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "torchmetrics",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+)
+
+
+def preload() -> None:
+    """Import them, and keep the garbage collector from touching (and thereby copying) them in forked processes."""
+    for name in MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            log.debug("Not preloaded: %s (%s).", name, error)
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,385 @@
+"""The control channel between the supervisor and its ranks: who a rank is, what is said, and how it travels.
+
+One abstract AF_UNIX stream socket, newline-delimited JSON objects, the kind of message in the field ``type``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypedDict, TypeVar
+
+SLOT = "LIGHTNING_FT_SLOT"
+INCARNATION = "LIGHTNING_FT_INCARNATION"
+NUM_SLOTS = "LIGHTNING_FT_NUM_SLOTS"
+SUPERVISOR = "LIGHTNING_FT_SUPERVISOR"
+STORE = "LIGHTNING_FT_STORE"
+RUN_ID = "LIGHTNING_FT_RUN_ID"
+
+Function = Literal["fit", "validate", "test", "predict"]
+Reason = Literal["start", "death", "join", "error", "exclude", "cancelled"]
+Mode = Literal["start", "join", "skip"]
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What the supervisor tells a rank through its environment.
+
+    Args:
+        slot: The lasting identity of this rank's place.
+        incarnation: How often the slot was started before.
+        num_slots: How many slots the job has.
+        supervisor: Address of the control socket, for :func:`connect`.
+        store_host: Host of the supervisor's TCPStore.
+        store_port: Port of the supervisor's TCPStore.
+        run_id: Name of this job, the same in all ranks and incarnations.
+
+    """
+
+    slot: int
+    incarnation: int
+    num_slots: int
+    supervisor: str
+    store_host: str
+    store_port: int
+    run_id: str
+
+    def to_environ(self) -> dict[str, str]:
+        """Return the variables that say this."""
+        return {
+            SLOT: str(self.slot),
+            INCARNATION: str(self.incarnation),
+            NUM_SLOTS: str(self.num_slots),
+            SUPERVISOR: self.supervisor,
+            STORE: f"{self.store_host}:{self.store_port}",
+            RUN_ID: self.run_id,
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> RankEnvironment | None:
+        """Return what ``environ`` says, or None in a process that is not a rank."""
+        if SLOT not in environ:
+            return None
+        host, _, port = environ[STORE].rpartition(":")
+        return cls(
+            slot=int(environ[SLOT]),
+            incarnation=int(environ[INCARNATION]),
+            num_slots=int(environ[NUM_SLOTS]),
+            supervisor=environ[SUPERVISOR],
+            store_host=host,
+            store_port=int(port),
+            run_id=environ[RUN_ID],
+        )
+
+
+# Rank -> supervisor.
+
+
+class Hello(TypedDict):
+    """The first message of a rank."""
+
+    type: Literal["hello"]
+    slot: int
+    incarnation: int
+    pid: int
+
+
+class Options(TypedDict):
+    """What the user asked for: the fields of :class:`~lightning_ft.elastic.options.Policy`. The first one wins."""
+
+    type: Literal["options"]
+    max_restarts: int
+    min_replicas: int
+    timeout: float | None
+    restart_window: float
+    rejoin_timeout: float
+    grace: float
+    start_method: Literal["auto", "fork", "spawn"]
+    prefix_output: bool | None
+
+
+class Begin(TypedDict):
+    """The rank stands at its ``call``-th Trainer call."""
+
+    type: Literal["begin"]
+    call: int
+    fn: Function
+
+
+class Join(TypedDict):
+    """A joiner finished its private set-up and may be admitted."""
+
+    type: Literal["join"]
+    call: int
+
+
+class Ready(TypedDict):
+    """The rank left the generation before ``generation`` and waits for its go."""
+
+    type: Literal["ready"]
+    generation: int
+
+
+class Failed(TypedDict):
+    """An operation of ``generation`` failed here."""
+
+    type: Literal["failed"]
+    generation: int
+    reason: str
+
+
+class AtTop(TypedDict):
+    """The rank waits at the step boundary that all members agreed on."""
+
+    type: Literal["at_top"]
+    generation: int
+
+
+class Progress(TypedDict):
+    """A committed optimizer step; throttled, except for the first one of an incarnation."""
+
+    type: Literal["progress"]
+    step: int
+
+
+class Raised(TypedDict):
+    """User code raised; the process is about to exit with ``code``."""
+
+    type: Literal["exception"]
+    exception: str
+    message: str
+    traceback: str
+    code: int
+
+
+class End(TypedDict):
+    """The rank completed its ``call``-th Trainer call."""
+
+    type: Literal["end"]
+    call: int
+
+
+class Log(TypedDict):
+    """Where event logs go."""
+
+    type: Literal["log"]
+    directory: str
+
+
+class Exclude(TypedDict):
+    """Remove the live slot ``slot``."""
+
+    type: Literal["exclude"]
+    slot: int
+    reason: str
+
+
+FromRank = Hello | Options | Begin | Join | Ready | Failed | AtTop | Progress | Raised | End | Log | Exclude
+
+# Supervisor -> rank.
+
+
+class Enter(TypedDict):
+    """The answer to begin: a generation follows ("start"), set up and send join ("join"), or pass over it ("skip")."""
+
+    type: Literal["enter"]
+    call: int
+    mode: Mode
+
+
+class Death(TypedDict):
+    """A rank that is gone, and how it went: "SIGKILL", "exit code 1", "ValueError: ..."."""
+
+    slot: int
+    incarnation: int
+    how: str
+
+
+class Generation(TypedDict):
+    """A version of the membership: global ranks are positions in ``members``."""
+
+    type: Literal["generation"]
+    number: int
+    members: list[int]
+    incarnations: dict[int, int]
+    reason: Reason
+    dead: list[Death]
+    hold: bool
+
+
+class Go(TypedDict):
+    """All members of ``generation`` are ready: connect now."""
+
+    type: Literal["go"]
+    generation: int
+
+
+class JoinWanted(TypedDict):
+    """Whether a joiner waits for the members to stop at a common step boundary."""
+
+    type: Literal["join_wanted"]
+    value: bool
+
+
+class Stop(TypedDict):
+    """The job can't go on."""
+
+    type: Literal["stop"]
+    message: str
+
+
+FromSupervisor = Enter | Generation | Go | JoinWanted | Stop
+
+Received = TypeVar("Received", FromRank, FromSupervisor)
+
+
+def _decode(line: bytes | bytearray) -> Any:
+    message = json.loads(line)
+    if message.get("type") == "generation":  # JSON has no integer keys
+        message["incarnations"] = {int(slot): incarnation for slot, incarnation in message["incarnations"].items()}
+    return message
+
+
+class Channel(Generic[Received]):
+    """Messages over a stream socket; the socket's own blocking mode decides how it is used.
+
+    On a blocking socket (a rank) one thread loops over ``while messages := channel.receive()`` while any thread sends.
+    On a non-blocking socket (the supervisor's selector loop) :meth:`send` never blocks: what the peer does not take
+    stays in ``pending`` until :meth:`flush`, so that a stopped rank cannot stop the supervisor.
+
+    Args:
+        sock: A connected stream socket; the channel owns it.
+
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._incoming = bytearray()
+        self._outgoing = bytearray()
+        self._lock = threading.Lock()
+        self.eof = False
+
+    def fileno(self) -> int:
+        """Return the descriptor, for selectors."""
+        return self._socket.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes wait for :meth:`flush`."""
+        return bool(self._outgoing)
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Send ``message`` whole; safe from any thread.
+
+        Raises:
+            OSError: If the peer is gone.
+
+        """
+        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            self._outgoing += line
+            self._flush()
+
+    def flush(self) -> None:
+        """Send what a non-blocking socket did not take before.
+
+        Raises:
+            OSError: If the peer is gone.
+
+        """
+        with self._lock:
+            self._flush()
+
+    def receive(self) -> list[Received]:
+        """Return the next messages, at least one; ``[]`` when the peer is gone.
+
+        On a non-blocking socket ``[]`` also means that no whole message is there yet; ``eof`` tells the two apart.
+
+        Raises:
+            ValueError: If the peer sent something else than messages.
+
+        """
+        while not self.eof:
+            try:
+                chunk = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                return []
+            except OSError:  # reset by a peer that was killed with unread messages, or closed by another thread
+                chunk = b""
+            if not chunk:
+                self.eof = True
+                break
+            self._incoming += chunk
+            *lines, rest = self._incoming.split(b"\n")
+            self._incoming = bytearray(rest)
+            if lines:
+                return [_decode(line) for line in lines]
+        return []
+
+    def close(self) -> None:
+        """Close the connection; a thread blocked in :meth:`receive` returns ``[]``."""
+        with contextlib.suppress(OSError):  # the peer was faster, or this is the second call
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            try:
+                sent = self._socket.send(self._outgoing, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return
+            del self._outgoing[:sent]
+
+
+def listen() -> tuple[socket.socket, str]:
+    """Return a non-blocking listener on a fresh abstract address, and that address for :func:`connect`.
+
+    Abstract, so that no file is left behind whatever kills the supervisor.
+    """
+    address = f"@lightning-ft-{os.getpid()}-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind("\0" + address[1:])
+    listener.listen(128)
+    listener.setblocking(False)
+    return listener, address
+
+
+def accept(listener: socket.socket) -> tuple[Channel[FromRank], int] | None:
+    """Accept one rank; return its non-blocking channel and its process id, or None if it was not for us.
+
+    Abstract sockets have no permissions: another user's process is turned away here.
+    """
+    try:
+        sock, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):
+        return None
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.getuid():
+        sock.close()
+        return None
+    sock.setblocking(False)
+    return Channel[FromRank](sock), pid
+
+
+def connect(address: str) -> Channel[FromSupervisor]:
+    """Return a blocking channel to the supervisor at ``address``.
+
+    Raises:
+        OSError: If the supervisor is gone.
+
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect("\0" + address[1:])
+    except OSError:
+        sock.close()
+        raise
+    return Channel[FromSupervisor](sock)

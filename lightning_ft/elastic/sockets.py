@@ -1,0 +1,71 @@
+"""Unblocks gloo: finds the sockets of one generation in this process and shuts them down.
+
+``ProcessGroupGloo`` has no abort. A thread that waits in a collective wakes up within a millisecond when the sockets of
+its group are shut down. Each generation listens on its own loopback address, so its sockets are told apart from all
+others of the process (the user's included) without racing against threads that open some meanwhile. Linux only.
+"""
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+
+
+def generation_address(number: int) -> str:
+    """Return the loopback address of generation ``number``."""
+    return f"127.77.{number // 250 % 250}.{number % 250 + 1}"
+
+
+def shut_down_generation(number: int) -> int:
+    """Shut down the connected sockets of generation ``number``; return how many there were."""
+    address = generation_address(number)
+    return sum(_shut_down(sock) for sock in _connected_sockets() if address in _addresses(sock))
+
+
+def shut_down_connections_to(port: int, local_ports: frozenset[int]) -> int:
+    """Shut down the connections from one of ``local_ports`` to ``port``; return how many there were."""
+    return sum(
+        _shut_down(sock)
+        for sock in _connected_sockets()
+        if sock.getpeername()[1] == port and sock.getsockname()[1] in local_ports
+    )
+
+
+def local_ports_to(port: int) -> frozenset[int]:
+    """Return the local ports of all connections to ``port``."""
+    return frozenset(sock.getsockname()[1] for sock in _connected_sockets() if sock.getpeername()[1] == port)
+
+
+def _connected_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of every connected internet socket of this process; listeners are left out.
+
+    A gloo listener must never be shut down: its accept loop would end the process.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # closed since it was listed
+        with sock:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            try:
+                sock.getpeername()
+            except OSError:
+                continue
+            yield sock
+
+
+def _addresses(sock: socket.socket) -> tuple[str, str]:
+    local, remote = sock.getsockname()[0], sock.getpeername()[0]
+    return local.removeprefix("::ffff:"), remote.removeprefix("::ffff:")
+
+
+def _shut_down(sock: socket.socket) -> bool:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return False  # the peer was faster
+    return True

@@ -1,0 +1,289 @@
+"""The parent of all ranks: starts them, sees them end, tells the others, and is not a rank itself.
+
+Run as ``python -m lightning_ft.elastic.supervisor --num-slots N -- PROGRAM``; not to be imported by what it imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, get_args
+
+from lightning_ft.elastic import program, protocol
+from lightning_ft.elastic.actions import Action, Finish, Notice, Record, Send, Show, Signal, Spawn
+from lightning_ft.elastic.membership import Membership
+from lightning_ft.elastic.options import StartMethod
+from lightning_ft.elastic.output import Output, Writer
+from lightning_ft.elastic.processes import become_subreaper, end_group
+from lightning_ft.elastic.protocol import Channel, FromRank, RankEnvironment
+from lightning_ft.elastic.starting import Starter
+from lightning_ft.events.log import EventLog
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+log = logging.getLogger(__name__)
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_STORE_HOST = "127.0.0.1"
+
+
+@dataclass
+class _Process:
+    slot: int
+    incarnation: int
+    pid: int
+    channel: Channel[FromRank] | None = None
+
+
+class Supervisor:
+    """Carries out what :class:`~lightning_ft.elastic.membership.Membership` decides.
+
+    Args:
+        num_slots: How many slots the job has.
+        starter: Starts ranks; made before this, as long as the process had one thread.
+
+    """
+
+    def __init__(self, num_slots: int, starter: Starter) -> None:
+        self._num_slots = num_slots
+        self._starter = starter
+        self._membership = Membership(num_slots)
+        self._processes: dict[int, _Process] = {}  # by process id
+        self._slots: dict[int, _Process] = {}
+        self._selector = selectors.DefaultSelector()
+        starter.watch(self._selector, self._on_started)
+        self._events = EventLog(slot=None)
+        self._run_id = secrets.token_hex(8)
+        self._store = _start_store()
+        self._listener, self._address = protocol.listen()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._wakeup = self._handle_signals()
+        self._writer = Writer(on_room=self._wake)
+        self._output = Output(self._selector, self._writer.write)
+        self._exit_code: int | None = None
+
+    def run(self) -> int:
+        """Run the job to its end and return its exit code."""
+        while self._exit_code is None:
+            while actions := self._membership.tick(time.monotonic()):
+                for action in actions:
+                    self._perform(action)
+            if self._exit_code is not None:
+                break
+            if self._membership.members:
+                self._output.lead(self._membership.members[0])
+            if self._writer.is_full():
+                self._output.pause()
+            deadline = self._membership.deadline()
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            for key, _ in self._selector.select(timeout):
+                if key.fileobj in self._selector.get_map():  # else an earlier one of this batch closed it
+                    key.data()
+        self._starter.close()
+        self._listener.close()
+        self._writer.close()
+        self._events.close()
+        return self._exit_code
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._send(action.slot, action.message)
+        elif isinstance(action, Spawn):
+            self._spawn(action.slot, action.incarnation)
+        elif isinstance(action, Signal):
+            if (process := self._slots.get(action.slot)) is not None:
+                os.kill(process.pid, action.number)  # alive, or not reaped yet
+        elif isinstance(action, Show):
+            self._output.show(action.slot, action.traceback)
+        elif isinstance(action, Notice):
+            self._output.say(action.text)
+        elif isinstance(action, Record):
+            self._events.emit(action.event, **action.fields)
+        elif isinstance(action, Finish):
+            if action.error is not None:
+                self._output.say(action.error)
+            self._exit_code = action.code
+
+    # Processes.
+
+    def _spawn(self, slot: int, incarnation: int) -> None:
+        env = RankEnvironment(
+            slot=slot,
+            incarnation=incarnation,
+            num_slots=self._num_slots,
+            supervisor=self._address,
+            store_host=_STORE_HOST,
+            store_port=self._store.port,
+            run_id=self._run_id,
+        )
+        inherits = slot == 0 and incarnation == 0 and sys.stdin is not None
+        stdin = os.dup(0) if inherits else os.open(os.devnull, os.O_RDONLY)
+        stdout, stderr = self._output.open(slot)
+        try:
+            self._starter.start((slot, incarnation), {**os.environ, **env.to_environ()}, (stdin, stdout, stderr))
+        finally:
+            for descriptor in (stdin, stdout, stderr):
+                os.close(descriptor)
+
+    def _on_started(self, pid: int, key: tuple[int, int]) -> None:
+        slot, incarnation = key
+        self._processes[pid] = self._slots[slot] = _Process(slot, incarnation, pid)
+        self._membership.started(slot, incarnation, pid)
+
+    def _reap(self) -> None:
+        """Take note of all processes that ended: ranks, what their own children left, the zygote."""
+        while True:
+            try:
+                peeked = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if peeked is None:
+                return
+            pid = peeked.si_pid
+            if pid not in self._processes:
+                self._starter.settle()  # it may be a rank that was faster than the news of its start
+            if pid in self._processes:
+                end_group(pid)  # before the next line: until then nobody else can have this number
+            _, status = os.waitpid(pid, 0)
+            self._starter.forget(pid)
+            process = self._processes.pop(pid, None)
+            if process is not None:
+                self._bury(process, os.waitstatus_to_exitcode(status))
+
+    def _bury(self, process: _Process, code: int) -> None:
+        if process.channel is not None:
+            self._receive(process, process.channel)  # its last words explain its end
+        if process.channel is not None:
+            self._hang_up(process, process.channel)
+        del self._slots[process.slot]
+        self._output.close(process.slot)
+        self._membership.exited(process.slot, process.incarnation, code, time.monotonic())
+
+    # The control channel.
+
+    def _accept(self) -> None:
+        accepted = protocol.accept(self._listener)
+        if accepted is None:
+            return
+        channel, pid = accepted
+        if pid not in self._processes:
+            self._starter.settle()
+        process = self._processes.get(pid)
+        if process is None or process.channel is not None:
+            log.warning("Process %d asked to be a rank, but is none.", pid)
+            channel.close()
+            return
+        process.channel = channel
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._converse(process, channel))
+
+    def _converse(self, process: _Process, channel: Channel[FromRank]) -> None:
+        with contextlib.suppress(OSError):  # receive will see the same
+            channel.flush()
+        self._watch(channel, process)
+        self._receive(process, channel)
+        if channel.eof:
+            self._hang_up(process, channel)
+
+    def _receive(self, process: _Process, channel: Channel[FromRank]) -> None:
+        try:
+            while messages := channel.receive():
+                for message in messages:
+                    self._on_message(process, message)
+        except (ValueError, KeyError) as error:
+            log.warning("Slot %d sent what is no message: %r.", process.slot, error)
+            self._hang_up(process, channel)
+
+    def _on_message(self, process: _Process, message: FromRank) -> None:
+        if message["type"] == "log":
+            self._events.open(message["directory"])
+        self._membership.message(process.slot, process.incarnation, message, time.monotonic())
+        if message["type"] == "options":
+            self._output.prefix = self._membership.policy.prefix_output
+
+    def _send(self, slot: int, message: protocol.FromSupervisor) -> None:
+        process = self._slots.get(slot)
+        if process is None or process.channel is None:
+            return
+        try:
+            process.channel.send(message)
+        except OSError:
+            return  # it is ending; SIGCHLD will say so
+        self._watch(process.channel, process)
+
+    def _watch(self, channel: Channel[FromRank], process: _Process) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.pending else 0)
+        key = self._selector.get_key(channel)
+        if key.events != events:
+            self._selector.modify(channel, events, key.data)
+
+    def _hang_up(self, process: _Process, channel: Channel[FromRank]) -> None:
+        self._selector.unregister(channel)
+        channel.close()
+        process.channel = None
+
+    # Signals.
+
+    def _handle_signals(self) -> socket.socket:
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in (*_FORWARDED, signal.SIGCHLD, signal.SIGWINCH):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell does for SIGINT in the background
+                signal.signal(number, lambda *_: None)
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._on_wakeup(reader))
+        return writer
+
+    def _wake(self) -> None:
+        self._wakeup.send(b"\0")
+
+    def _on_wakeup(self, reader: socket.socket) -> None:
+        numbers = set(reader.recv(1 << 12))
+        for number in _FORWARDED:
+            if number in numbers:
+                self._membership.signalled(number, time.monotonic())
+        if signal.SIGCHLD in numbers:
+            self._reap()
+        if signal.SIGWINCH in numbers:
+            self._output.resize()
+        if 0 in numbers:
+            self._output.resume()
+
+
+def _start_store() -> TCPStore:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(_STORE_HOST, 0, is_master=True, wait_for_workers=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Supervise the program on the command line; return its exit code."""
+    parser = argparse.ArgumentParser(prog="lightning_ft.elastic.supervisor")
+    parser.add_argument("--num-slots", type=int, required=True)
+    parser.add_argument("--start-method", choices=get_args(StartMethod), default="auto")
+    parser.add_argument("--directory")
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args(argv)
+    command: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if arguments.directory is not None:
+        os.chdir(arguments.directory)
+    program.set_import_path(command)
+    logging.basicConfig(format="[lightning-ft] %(message)s")
+    become_subreaper()
+    starter = Starter(command, arguments.start_method)
+    return Supervisor(arguments.num_slots, starter).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""The errors of this package.
+
+Every error keeps its fields in ``args``, so that it pickles and compares after a trip between processes, and also
+derives from the builtin that callers may already catch.
+"""
+
+from collections.abc import Sequence
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 1, 2``, for the middle of a sentence."""
+    if not ranks:
+        return "no rank"
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+
+
+class FaultToleranceError(Exception):
+    """Root of the tree: something about living through faults went wrong."""
+
+
+class CollectiveMismatchError(FaultToleranceError, RuntimeError):
+    """Two ranks entered different collective operations.
+
+    Args:
+        operation: What ``ranks`` were about to do.
+        ranks: Global ranks that entered ``operation``.
+        other_operation: What ``other_ranks`` were about to do.
+        other_ranks: Global ranks that entered ``other_operation``.
+
+    """
+
+    def __init__(self, operation: str, ranks: Sequence[int], other_operation: str, other_ranks: Sequence[int]) -> None:
+        self.operation = operation
+        self.ranks = tuple(ranks)
+        self.other_operation = other_operation
+        self.other_ranks = tuple(other_ranks)
+        super().__init__(operation, self.ranks, other_operation, self.other_ranks)
+
+    def __str__(self) -> str:
+        return (
+            f"Ranks disagree about the next collective: {_name_ranks(self.ranks)} entered {self.operation}, "
+            f"{_name_ranks(self.other_ranks)} entered {self.other_operation}. Nothing was exchanged. Every rank must "
+            "call the same collectives in the same order; look for one inside a branch that only some ranks take."
+        )
+
+
+class CollectiveTimeoutError(FaultToleranceError, TimeoutError):
+    """A wait for other ranks took longer than it may.
+
+    Args:
+        operation: What was waited for.
+        timeout: How long, in seconds.
+        missing: Global ranks that did not come; empty if it is not known who.
+
+    """
+
+    def __init__(self, operation: str, timeout: float, missing: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.operation = operation
+        self.timeout = timeout
+        self.missing = tuple(missing)
+        self.args = (operation, timeout, self.missing)  # set here: OSError reads a third argument as a file name
+
+    def __str__(self) -> str:
+        missing = _name_ranks(self.missing) if self.missing else "the other ranks"
+        return f"`{self.operation}` waited {self.timeout:g} s for {missing} and gave up."
+
+
+class ExcludedError(FaultToleranceError, RuntimeError):
+    """This rank was taken out of the run; the others go on without it.
+
+    Args:
+        slot: The slot that was excluded.
+        reason: Why, as given by whoever excluded it.
+
+    """
+
+    def __init__(self, slot: int, reason: str) -> None:
+        super().__init__(slot, reason)
+        self.slot = slot
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"Slot {self.slot} was excluded from the run: {self.reason}. The other ranks go on without it."
+
+
+class NotEnoughReplicasError(FaultToleranceError, RuntimeError):
+    """Fewer replicas are alive than the run needs, and none came back in time.
+
+    Args:
+        num_live: Replicas that are alive.
+        min_replicas: Replicas that the run needs.
+        waited: Seconds waited for one to come back.
+        checkpoint: Path of the last intact checkpoint, if there is one.
+
+    """
+
+    def __init__(self, num_live: int, min_replicas: int, waited: float = 0.0, checkpoint: str | None = None) -> None:
+        super().__init__(num_live, min_replicas, waited, checkpoint)
+        self.num_live = num_live
+        self.min_replicas = min_replicas
+        self.waited = waited
+        self.checkpoint = checkpoint
+
+    def __str__(self) -> str:
+        intact = f"Still intact: {self.checkpoint}." if self.checkpoint else "There is no checkpoint yet."
+        return (
+            f"{self.num_live} of the {self.min_replicas} replicas that `min_replicas={self.min_replicas}` asks for are "
+            f"alive, and none came back within {self.waited:g} s. {intact}"
+        )
+
+
+class StoppedError(FaultToleranceError, RuntimeError):
+    """The supervisor ended the job: it cannot go on.
+
+    Args:
+        reason: Why, and what is still intact.
+
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ReconfigurationError(FaultToleranceError, RuntimeError):
+    """The survivors could not agree on a new generation.
+
+    Args:
+        generation: The last generation that was tried.
+        attempts: How many were tried.
+        reason: What failed in the last one.
+
+    """
+
+    def __init__(self, generation: int, attempts: int, reason: str) -> None:
+        super().__init__(generation, attempts, reason)
+        self.generation = generation
+        self.attempts = attempts
+        self.reason = reason
+
+    def __str__(self) -> str:
+        tries = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
+        return f"Generation {self.generation} could not be set up ({tries}): {self.reason}."
+
+
+class SupervisorLostError(FaultToleranceError, ConnectionError):
+    """The supervisor is gone; without it nobody starts or counts ranks.
+
+    Args:
+        reason: How it was noticed.
+
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__()
+        self.reason = reason
+        self.args = (reason,)
+
+    def __str__(self) -> str:
+        return f"The supervisor of this run is gone: {self.reason}. This rank ends; start the run again to resume."
+
+
+class UnsupportedStateError(FaultToleranceError, TypeError):
+    """A part of the training state cannot be sent to a joining rank.
+
+    Args:
+        path: Where it is, written like the expression that reads it.
+        type_name: The type that is not supported, or what is wrong with the value.
+        advice: What to do about it.
+
+    """
+
+    def __init__(self, path: str, type_name: str, advice: str) -> None:
+        super().__init__(path, type_name, advice)
+        self.path = path
+        self.type_name = type_name
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"The state at `{self.path}` cannot be sent to another rank: {self.type_name}. {self.advice}"
+
+
+class MalformedStateError(FaultToleranceError, ValueError):
+    """Received training state is not what a peer of this version would send.
+
+    Args:
+        reason: What is wrong with it.
+
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"The received state is malformed: {self.reason}. Nothing was loaded from it."

@@ -1,0 +1,1 @@
+"""What happened in a run: typed events of every slot, one JSON line each."""

@@ -1,0 +1,36 @@
+"""When the buffers of rank 0 (BatchNorm's running statistics) go to the other ranks: exactly when ``ddp`` does it."""
+
+import torch
+from torch.nn import Module
+
+from lightning_ft.elastic.collectives import Collectives
+
+
+class BufferSync:
+    """Gives all ranks the buffers of rank 0 before a forward pass.
+
+    ``DistributedDataParallel`` does so before each forward that follows one with gradients and gradient synchronization.
+
+    Args:
+        module: Whose buffers.
+        collectives: Sends them.
+
+    """
+
+    def __init__(self, module: Module, collectives: Collectives) -> None:
+        self._module = module
+        self._collectives = collectives
+        self._due = True
+
+    def before_forward(self, *, synchronize_gradients: bool) -> None:
+        """Collective. To be called before every forward pass of the module.
+
+        Args:
+            synchronize_gradients: Whether gradients of this pass will be reduced.
+
+        """
+        buffers = list(self._module.buffers())
+        if self._due and buffers:
+            for buffer, value in zip(buffers, self._collectives.broadcast_tensors(buffers, label="buffers"), strict=True):
+                buffer.detach().copy_(value)
+        self._due = torch.is_grad_enabled() and synchronize_gradients

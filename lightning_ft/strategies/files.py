@@ -1,0 +1,38 @@
+"""Writes a checkpoint file so that it is there whole or not at all, whatever dies meanwhile."""
+
+import os
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import _PATH
+
+
+def write_atomically(
+    checkpoint_io: CheckpointIO, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
+) -> None:
+    """Write beside the target, bring it to the disk, and rename.
+
+    Args:
+        checkpoint_io: Writes the file; on a remote store it is as atomic as that is.
+        checkpoint: What to write.
+        filepath: The target.
+        storage_options: For ``checkpoint_io``.
+
+    """
+    path = os.fspath(filepath)
+    if "://" in path:
+        checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        return
+    temporary = f"{path}.writing"
+    checkpoint_io.save_checkpoint(checkpoint, temporary, storage_options=storage_options)
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(os.path.dirname(os.path.abspath(path)))
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

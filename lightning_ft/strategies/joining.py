@@ -1,0 +1,99 @@
+"""What a joining rank receives from a live one, and how it enters the running epoch at the same batch.
+
+Lightning's checkpoint holds most of the training state. What it leaves out and what the ranks must still have alike is
+added here: random number generators, metrics seen so far, the keys of logged values, Lightning's own callbacks' private
+notes about the last checkpoint.
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+
+PEER_CHECKPOINT = "ft://peer"
+"""The ``ckpt_path`` that means: ask a live rank."""
+
+_OWN_DATA = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "datamodule_hparams_name")
+_METADATA = tuple(f.name for f in fields(_Metadata) if f.name not in ("reduce_fx", "_sync"))
+
+
+def collect_state(trainer: Trainer) -> dict[str, Any]:
+    """Return everything about the training that a joiner must have alike.
+
+    To be called between two batches: only there Lightning's counters of one batch agree with each other.
+    """
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    for key in _OWN_DATA:  # arbitrary objects, which the joiner has made by itself
+        checkpoint.pop(key, None)
+    connector = trainer._logger_connector
+    return {
+        "checkpoint": checkpoint,
+        "random": _collect_rng_states(include_cuda=False),
+        "callbacks": [_private_notes(callback) for callback in trainer.callbacks],
+        "results": [_describe_result(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()],
+        "first_loop_iter": connector._first_loop_iter,
+        "current_fx": connector._current_fx,
+        "callback_metrics": dict(connector._callback_metrics),
+        "logged_metrics": dict(connector._logged_metrics),
+        "should_stop": trainer.should_stop,
+        "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
+    }
+
+
+def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Make this rank's running loop the same as its source's; called at its first batch, before anything is fetched."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    epoch_loop._restarting = False
+    epoch_loop.val_loop._restarting = False
+    for callback, notes in zip(trainer.callbacks, state["callbacks"], strict=True):
+        vars(callback).update(notes)
+    connector = trainer._logger_connector
+    # Without these the first `self.log` would reset the keys below.
+    connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
+    connector._callback_metrics.update(state["callback_metrics"])
+    connector._logged_metrics.update(state["logged_metrics"])
+    for description in state["results"]:
+        _register_result(trainer, description)
+    trainer.should_stop = state["should_stop"]
+    trainer.fit_loop._last_train_dl_reload_epoch = state["last_reload_epoch"]
+    _set_rng_states(state["random"])
+
+
+def _private_notes(callback: Callback) -> dict[str, Any]:
+    """Plain private attributes that Lightning's callbacks keep out of their ``state_dict``, such as the last saved step."""
+    if not type(callback).__module__.startswith("lightning."):
+        return {}
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value
+        for name, value in vars(callback).items()
+        if name.startswith(("_last", "_defer")) and isinstance(value, plain)
+    }
+
+
+def _describe_result(key: str, metric: _ResultMetric) -> dict[str, Any]:
+    meta = metric.meta
+    return {
+        "key": key,
+        "is_tensor": metric.is_tensor,
+        "metadata": {name: getattr(meta, name) for name in _METADATA},
+        "reduce_fx": meta.reduce_fx.__name__,
+        "sync": {"should": meta.sync.should, "op": meta.sync.op, "rank_zero_only": meta.sync.rank_zero_only},
+    }
+
+
+def _register_result(trainer: Trainer, description: dict[str, Any]) -> None:
+    """Have a logged value that holds nothing yet: ranks that lack a key would take part in fewer reductions."""
+    meta = _Metadata(**description["metadata"], reduce_fx=getattr(torch, description["reduce_fx"]))
+    sync = description["sync"]
+    meta.sync = _Sync(
+        _should=sync["should"], fn=trainer.strategy.reduce, rank_zero_only=sync["rank_zero_only"], _op=sync["op"]
+    )
+    metric = _ResultMetric(meta, description["is_tensor"])
+    if not description["is_tensor"]:
+        assert meta.metric_attribute is not None
+        metric.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+    trainer.fit_loop.epoch_loop._results[description["key"]] = metric.to(trainer.strategy.root_device)

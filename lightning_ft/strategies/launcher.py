@@ -1,0 +1,95 @@
+"""Turns the user's process into the supervisor of its own command, and runs Trainer calls in the ranks."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from typing_extensions import override
+
+from lightning_ft.elastic.command import supervisor_command
+from lightning_ft.elastic.protocol import RankEnvironment
+from lightning_ft.strategies.joining import PEER_CHECKPOINT
+
+if TYPE_CHECKING:
+    from lightning_ft.strategies.ft import FTStrategy
+
+_CKPT_PATH_POSITION = {"_fit_impl": 4}
+
+
+class ElasticLauncher(_Launcher):
+    """Runs each Trainer call under the supervisor, which the first call becomes if there is none yet.
+
+    Args:
+        strategy: The strategy whose calls are launched.
+
+    """
+
+    def __init__(self, strategy: "FTStrategy") -> None:
+        self._strategy = strategy
+
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        return False
+
+    def kill(self, signum: int) -> None:
+        """Nothing to do: the supervisor forwards signals."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        environment = RankEnvironment.from_environ(os.environ)
+        num_slots = self._strategy.num_processes
+        if environment is None and num_slots > 1:
+            _refuse_in_process(num_slots)
+            _become_supervisor(num_slots)
+        if environment is not None and environment.num_slots != num_slots:
+            raise MisconfigurationException(
+                f"`Trainer(devices={num_slots})`, but `lightning-ft run -n {environment.num_slots}` started"
+                f" {environment.num_slots} ranks. Make the two agree, or leave `devices` at 'auto'."
+            )
+        engine = self._strategy.start_engine(environment)
+        fn = function.__name__.removeprefix("_").removesuffix("_impl")
+        mode = engine.begin_call(fn)
+        if mode == "skip":
+            return None
+        if mode == "join":
+            position = _CKPT_PATH_POSITION[function.__name__]
+            args = (*args[:position], PEER_CHECKPOINT, *args[position + 1 :])
+        try:
+            result = function(*args, **kwargs)
+            engine.end_call()
+        except BaseException as error:
+            if isinstance(error, SIGTERMException):
+                error.code = 128 + 15  # what a shell says of a process that SIGTERM ended
+            engine.report_exception(error)
+            raise
+        return result
+
+
+def _refuse_in_process(num_slots: int) -> None:
+    interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules or not getattr(sys, "orig_argv", None)
+    in_pytest = "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
+    if interactive or in_pytest:
+        where = "pytest" if in_pytest else "an interactive session"
+        raise MisconfigurationException(
+            f"`FTStrategy` with `devices={num_slots}` can't start ranks from within {where}: they re-run the program's"
+            " command. Put the training into a script and start it with `python train.py` or"
+            f" `lightning-ft run -n {num_slots} train.py`, or use `devices=1`."
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+        raise MisconfigurationException(
+            "`FTStrategy` starts and watches its own ranks, but this process was started as one of a job (`RANK` and"
+            f" `WORLD_SIZE` are set, as `torchrun` does). Start it with `lightning-ft run -n {num_slots} train.py`."
+        )
+
+
+def _become_supervisor(num_slots: int) -> None:
+    """Replace this process: it keeps its id and its terminal, and its memory goes to the ranks."""
+    command = supervisor_command(num_slots)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], command)

@@ -1,0 +1,200 @@
+"""Averages gradients over the replicas while backward still runs, and keeps the local ones until that succeeded.
+
+``p.grad`` holds this rank's own gradient until every bucket is reduced. If a rank dies meanwhile, all buckets are filled
+and reduced again among the survivors: its gradient is left out of the average and nothing is computed twice.
+"""
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_ft.elastic.engine import Engine
+from lightning_ft.elastic.exchange import Exchange, PendingExchange
+
+_FLAGS = struct.Struct("=??qq")
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What the ranks learned from one reduction, the same on all of them.
+
+    Args:
+        members: Slots whose gradients are in the average.
+        join: Somebody waits to be admitted at the next step boundary.
+        stop: A rank was asked to end after this step.
+
+    """
+
+    members: tuple[int, ...]
+    join: bool
+    stop: bool
+
+
+class _Bucket:
+    """Parameters that are reduced in one message.
+
+    Args:
+        parameters: Of one dtype and device, in the order in which backward is expected to reach them.
+        num_flags: Extra elements at the end, 1 for every parameter of the model that has a gradient here.
+
+    """
+
+    def __init__(self, parameters: list[Parameter], num_flags: int) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        numels = [p.numel() for p in parameters]
+        self.flat = torch.ones(sum(numels) + num_flags, dtype=first.dtype, device=first.device)
+        *parts, self.flags = self.flat.split([*numels, num_flags])
+        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+
+    def fill(self, scale: float) -> None:
+        for view, parameter in zip(self.views, self.parameters, strict=True):
+            if parameter.grad is None or scale == 0.0:
+                view.zero_()
+            else:
+                torch.mul(parameter.grad, scale, out=view)
+
+
+class GradientReducer:
+    """Reduces the gradients of a module in buckets.
+
+    Args:
+        parameters: The module's parameters; those that do not require a gradient now are left alone.
+        engine: Runs the reduction as one operation.
+        bucket_bytes: Size above which a bucket is closed.
+
+    """
+
+    def __init__(self, parameters: Iterable[Parameter], engine: Engine, bucket_bytes: int = 25 << 20) -> None:
+        self._engine = engine
+        trainable = [p for p in parameters if p.requires_grad]
+        self._parameters = trainable
+        self._buckets = _make_buckets(trainable, bucket_bytes)
+        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
+        self._num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+        self._pending: PendingExchange | None = None
+        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
+
+    def close(self) -> None:
+        """Take the hooks off the parameters. May be called twice."""
+        for handle in self._handles:
+            handle.remove()
+
+    def arm(self, weight: int, total: int, *, stop: bool) -> None:
+        """Collective. Announce the reduction; the backward pass that follows feeds it.
+
+        Args:
+            weight: Micro-batches of this window that count.
+            total: Micro-batches of this window.
+            stop: Whether this rank was asked to end after this step.
+
+        """
+        self._weight, self._total, self._stop = weight, total, stop
+        self._inline = _FLAGS.pack(self._engine.join_wanted, stop, weight, total)
+        self._pending = self._engine.open("gradients", size=self._num_bytes, inline=self._inline)
+        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        self._start_over(None)
+
+    def finish(self) -> Reduced:
+        """Collective. Return once ``p.grad`` holds the average over the contributing replicas."""
+        pending, self._pending = self._pending, None
+        result = self._engine.run("gradients", self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
+        for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
+            if flat is not bucket.flat:  # received from a rank that completed this reduction
+                bucket.flat.copy_(flat)
+        if self._buckets and not self._engine.alone:
+            self._write_back()
+        return Reduced(tuple(result["members"]), result["join"], result["stop"])
+
+    def _on_gradient(self, parameter: Parameter) -> None:
+        if self._pending is None:
+            return  # an inner micro-batch of an accumulation window
+        self._missing[self._bucket_of[parameter]] -= 1
+        # The headers must be through before a bucket may be overwritten: only then every rank has completed the operation
+        # before, and none can ask for its result, which lies in these buckets.
+        while self._error is None and self._next_is_complete() and self._pending.ready:
+            try:
+                self._launch(self._pending.wait())
+            except RuntimeError as error:  # not through the autograd engine: `finish` meets it again
+                self._error = error
+
+    def _next_is_complete(self) -> bool:
+        return len(self._works) < len(self._buckets) and self._missing[len(self._works)] <= 0
+
+    def _start_over(self, group: Any) -> None:
+        self._group = group
+        self._works: list[dist.Work] = []
+        self._error: RuntimeError | None = None
+
+    def _launch(self, exchange: Exchange) -> None:
+        if exchange.group is not self._group:
+            self._start_over(exchange.group)
+        bucket = self._buckets[len(self._works)]
+        bucket.fill(1.0 / exchange.size if self._weight else 0.0)
+        if bucket.flags.numel():
+            used = [self._weight > 0 and p.grad is not None for p in self._parameters]
+            bucket.flags.fill_(1.0) if all(used) else bucket.flags.copy_(torch.tensor(used))
+        assert exchange.group is not None
+        self._works.append(exchange.group.allreduce([bucket.flat]))
+
+    def _reduce(self, exchange: Exchange) -> dict[str, Any]:
+        flags = [_FLAGS.unpack(row) for row in exchange.inline]
+        if exchange.group is not None:
+            if exchange.group is not self._group:
+                self._start_over(exchange.group)
+            if self._error is not None:
+                raise self._error
+            while len(self._works) < len(self._buckets):
+                self._launch(exchange)
+            for work in self._works:
+                work.wait()
+            weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)
+            if weight != total:  # the mean is over the micro-batches that count, not over all ranks
+                for bucket in self._buckets:
+                    bucket.flat.mul_(total / max(weight, 1))
+        return {
+            "buckets": [bucket.flat for bucket in self._buckets],
+            "members": list(self._engine.members),
+            "join": any(row[0] for row in flags),
+            "stop": any(row[1] for row in flags),
+        }
+
+    def _write_back(self) -> None:
+        used: Tensor | None = None
+        for bucket in self._buckets:
+            pairs = [(p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True) if p.grad is not None]
+            if pairs:
+                torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
+            if len(pairs) == len(bucket.parameters):
+                continue
+            if used is None:
+                used = self._buckets[-1].flags > 0
+            index = {p: i for i, p in enumerate(self._parameters)}
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is None and used[index[parameter]]:  # used by another rank only
+                    parameter.grad = view.clone()
+
+
+def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucket]:
+    """Group parameters, last ones first as backward reaches them; one dtype and device a bucket."""
+    groups: list[list[Parameter]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        group, size = open_groups.pop(kind, ([], 0))
+        if not group:
+            groups.append(group)
+        group.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+        if size < bucket_bytes:
+            open_groups[kind] = (group, size)
+    make = [partial(_Bucket, group, 0) for group in groups[:-1]]
+    make += [partial(_Bucket, group, len(parameters)) for group in groups[-1:]]
+    return [bucket() for bucket in make]

@@ -1,0 +1,36 @@
+import pickle
+
+import pytest
+
+from lightning_ft import errors
+
+SAMPLES = [
+    (errors.FaultToleranceError("x"), Exception, "x"),
+    (errors.CollectiveMismatchError("barrier", [0], "broadcast", [1, 2]), RuntimeError, "ranks 1, 2 entered broadcast"),
+    (errors.CollectiveTimeoutError("barrier", 2.5, [3]), TimeoutError, "waited 2.5 s for rank 3"),
+    (errors.CollectiveTimeoutError("barrier", 2.5), TimeoutError, "for the other ranks"),
+    (errors.ExcludedError(2, "it computes wrong results"), RuntimeError, "Slot 2 was excluded"),
+    (errors.NotEnoughReplicasError(1, 2, 30.0, "ckpt/step=100"), RuntimeError, "Still intact: ckpt/step=100."),
+    (errors.NotEnoughReplicasError(1, 2), RuntimeError, "no checkpoint yet"),
+    (errors.ReconfigurationError(7, 3, "no route to rank 1"), RuntimeError, "Generation 7 could not be set up (3"),
+    (errors.StoppedError("two slots failed"), RuntimeError, "two slots failed"),
+    (errors.SupervisorLostError("its connection closed"), ConnectionError, "its connection closed"),
+    (errors.UnsupportedStateError("callbacks['A']", "it is an object", "Leave it out."), TypeError, "callbacks['A']"),
+    (errors.MalformedStateError("it ends early"), ValueError, "it ends early"),
+]
+
+
+@pytest.mark.parametrize(("error", "builtin", "text"), SAMPLES)
+def test_an_error_says_what_happened_and_survives_pickling(error: Exception, builtin: type, text: str) -> None:
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert copy.args == error.args
+    assert vars(copy) == vars(error)
+    assert text in str(copy) == str(error)
+    assert isinstance(copy, errors.FaultToleranceError)
+    assert isinstance(copy, builtin)
+
+
+def test_every_error_of_the_tree_has_a_sample() -> None:
+    tree = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert tree == {type(error) for error, _, _ in SAMPLES}
