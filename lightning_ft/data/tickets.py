@@ -190,7 +190,7 @@ class TicketPlan:
         self._num_open = state["num_open"]
         self._returned = list(chain.from_iterable(from_triples(state["returned"])))
         self._start_round(from_triples(state["pool"]), list(chain.from_iterable(from_triples(state["owners"]))))
-        self._taken = [state["taken"] - behind for behind in from_runs(state["behind"])]
+        self._taken = [int(state["taken"]) - behind for behind in from_runs(state["behind"])]
         self._in_flight = {slot: list(tickets) for slot, tickets in state["in_flight_of_older_rounds"]}
         for (slot, owner), count in zip(self._owners.items(), from_runs(state["in_flight"]), strict=True):
             if count:

@@ -110,7 +110,8 @@ class PendingExchange:
     """
 
     def __init__(self, group: ProcessGroup | None, rank: int, size: int, header: Tensor) -> None:
-        self._group, self._rank, self._size = group, rank, size
+        self.group, self.size = group, size
+        self._rank = rank
         self._headers = [header] if group is None else [torch.empty_like(header) for _ in range(size)]
         self._done: Exchange | None = None
         self._error: RuntimeError | None = None
@@ -140,7 +141,7 @@ class PendingExchange:
             if self._work is not None:
                 self._work.wait()
             inline = check_headers([header.numpy().tobytes() for header in self._headers])
-            self._done = Exchange(self._group, self._rank, self._size, inline)
+            self._done = Exchange(self.group, self._rank, self.size, inline)
         return self._done
 
 

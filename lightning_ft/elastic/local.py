@@ -81,6 +81,7 @@ class LocalEngine:
         self.slot = environment.slot
         self.incarnation = environment.incarnation
         self.num_slots = environment.num_slots
+        self.run_id = environment.run_id
         self.on_change: Callable[[Change], None] = lambda change: None
         self.alone = True
         self.events = events

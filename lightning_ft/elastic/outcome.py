@@ -15,7 +15,7 @@ class Ending:
         incarnation: Which of its processes.
         code: Exit code; ``-signum`` if a signal ended it.
         how: The same in words: "SIGKILL", "exit code 1", "ValueError: ...".
-        complete: Whether it had nothing left to do: not a death.
+        is_complete: Whether it had nothing left to do: not a death.
 
     """
 
@@ -23,7 +23,7 @@ class Ending:
     incarnation: int
     code: int
     how: str
-    complete: bool
+    is_complete: bool
 
 
 def describe(code: int) -> str:
@@ -49,7 +49,7 @@ class Outcome:
 
     def add(self, ending: Ending) -> None:
         """Note that the process of a slot ended; of several deaths in a row the first explains the others."""
-        if ending.complete:
+        if ending.is_complete:
             self._endings.pop(ending.slot, None)
         self._endings.setdefault(ending.slot, ending)
 
@@ -68,7 +68,7 @@ class Outcome:
         codes = [exit_code(ending.code) for ending in endings]
         if terminated_by is not None and 128 + terminated_by in codes:
             return 128 + terminated_by, None
-        completed = [ending for ending in endings if ending.complete and ending.code >= 0]
+        completed = [ending for ending in endings if ending.is_complete and ending.code >= 0]
         if completed:
             first = next((ending for ending in completed if ending.code), None)
             if first is None:

@@ -14,11 +14,18 @@ import termios
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 _SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _LONGEST_LINE = 1 << 20  # a rank that never ends its line must not fill the supervisor's memory
 _LARGEST_BACKLOG = 1 << 22
 _ERASE_LINE = b"\r\x1b[K"
+
+
+class _Read(Enum):
+    SOME = auto()
+    NOTHING = auto()  # for now
+    EOF = auto()
 
 
 class Writer:
@@ -134,7 +141,7 @@ class Output:
     def close(self, slot: int) -> None:
         """Show what a rank that is gone had still printed."""
         for stream in self._streams.pop(slot, ()):
-            while self._read(stream):
+            while self._read(stream) is _Read.SOME:
                 pass
             self._finish(stream)
             if not self._paused:
@@ -197,7 +204,7 @@ class Output:
 
     def _register(self, stream: Stream) -> None:
         def read() -> None:
-            if not self._read(stream) and stream in self._streams.get(stream.slot, ()):
+            if self._read(stream) is _Read.EOF:
                 self._close_stream(stream)
 
         self._selector.register(stream.source, selectors.EVENT_READ, read)
@@ -208,22 +215,22 @@ class Output:
         self._selector.unregister(stream.source)
         os.close(stream.source)
 
-    def _read(self, stream: Stream) -> bool:
-        """Show what there is; return whether there may be more."""
+    def _read(self, stream: Stream) -> _Read:
+        """Show what there is."""
         try:
             chunk = os.read(stream.source, 1 << 16)
         except BlockingIOError:
-            return False
+            return _Read.NOTHING
         except OSError as error:
             if error.errno != errno.EIO:  # what a terminal answers once nobody has it open
                 raise
             chunk = b""
         if not chunk:
-            return False
+            return _Read.EOF
         if self._passes(stream):
             self._line_is_open = not chunk.endswith(b"\n")
             self._write(stream.target, chunk)
-            return True
+            return _Read.SOME
         stream.held += chunk
         end = 0
         shown: list[bytes] = []
@@ -237,7 +244,7 @@ class Output:
         if shown:
             self._break_line(erase=True)
             self._write(stream.target, b"".join(shown))
-        return True
+        return _Read.SOME
 
     def _format(self, stream: Stream, segment: bytes) -> bytes:
         follows_return, stream.after_return = stream.after_return, segment.endswith(b"\r")

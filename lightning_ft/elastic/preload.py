@@ -16,6 +16,7 @@ MODULES = (
     "lightning.pytorch",
     "lightning.pytorch.callbacks",
     "lightning.pytorch.loggers",
+    "omegaconf",
     "torchmetrics",
     "torch._dynamo",
     "torch.distributed.checkpoint",

@@ -39,6 +39,9 @@ def take_place(env: Mapping[str, str], cwd: str, stdio: Sequence[int]) -> None:
     for target, source in enumerate(stdio):
         os.dup2(source, target)
     os.chdir(cwd)
+    if not sys.flags.ignore_environment:
+        old, new = (path.split(os.pathsep) if path else [] for path in map(_import_path, (os.environ, env)))
+        sys.path[1:] = [*new, *(path for path in sys.path[1:] if path not in old)]
     os.environ.clear()
     os.environ.update(env)
     # The stream objects stay: log handlers that were made during the imports hold them.
@@ -52,6 +55,10 @@ def take_place(env: Mapping[str, str], cwd: str, stdio: Sequence[int]) -> None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
+
+
+def _import_path(env: Mapping[str, str]) -> str:
+    return env.get("PYTHONPATH", "")
 
 
 def run(program: Sequence[str], flags: Sequence[str] = ()) -> NoReturn:

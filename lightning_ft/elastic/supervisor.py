@@ -88,7 +88,8 @@ class Supervisor:
             deadline = self._membership.deadline()
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             for key, _ in self._selector.select(timeout):
-                if key.fileobj in self._selector.get_map():  # else an earlier one of this batch closed it
+                registered = self._selector.get_map().get(key.fd)
+                if registered is not None and registered.data is key.data:  # else an earlier one of these closed it
                     key.data()
         self._starter.close()
         self._listener.close()
@@ -196,13 +197,17 @@ class Supervisor:
             self._hang_up(process, channel)
 
     def _receive(self, process: _Process, channel: Channel[FromRank]) -> None:
-        try:
-            while messages := channel.receive():
-                for message in messages:
-                    self._on_message(process, message)
-        except (ValueError, KeyError) as error:
-            log.warning("Slot %d sent what is no message: %r.", process.slot, error)
-            self._hang_up(process, channel)
+        while True:
+            try:
+                messages = channel.receive()
+            except ValueError as error:
+                log.warning("Slot %d sent what is no message (%s).", process.slot, error)
+                channel.eof = True
+                return
+            if not messages:
+                return
+            for message in messages:
+                self._on_message(process, message)
 
     def _on_message(self, process: _Process, message: FromRank) -> None:
         if message["type"] == "log":

@@ -96,6 +96,7 @@ class FTStrategy(ParallelStrategy):
         self.engine: Engine = SoloEngine()
         self.collectives = Collectives(self.engine)
         self.events = EventLog(slot=0, incarnation=0)
+        self.event_directory: Path | None = None
         self._startup = StartupRecord(self.engine)
         self._shards = EvaluationShards()
         self._trainer: Trainer | None = None
@@ -106,6 +107,7 @@ class FTStrategy(ParallelStrategy):
         self._batch = ExitStack()
         self._synchronize_gradients = True
         self._micro_batches: list[bool] = []
+        self._reduced: dict[str, Any] = {}
         self._join_agreed = False
         self._received_state: dict[str, Any] | None = None
         self._logger_versions: list[Any] = []
@@ -240,11 +242,10 @@ class FTStrategy(ParallelStrategy):
 
     def _open_event_log(self, trainer: Trainer) -> None:
         if isinstance(self.engine, LocalEngine):
-            environment = RankEnvironment.from_environ(os.environ)
-            assert environment is not None
-            directory = Path(trainer.log_dir or trainer.default_root_dir) / "lightning_ft" / environment.run_id
-            self.events.open(directory)
-            self.engine.report_log(str(directory.absolute()))
+            root = Path(trainer.log_dir or trainer.default_root_dir).absolute()
+            self.event_directory = root / "lightning_ft" / self.engine.run_id
+            self.events.open(self.event_directory)
+            self.engine.report_log(str(self.event_directory))
 
     def _enter_training_loop(self, trainer: Trainer) -> None:
         """Get a word in before every batch, and keep Lightning from synchronizing ranks on its own for each of them."""
@@ -343,6 +344,8 @@ class FTStrategy(ParallelStrategy):
             trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
 
     def _on_take(self, trainer: Trainer, loader: ElasticLoader) -> None:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            self.events.emit("epoch", epoch=loader.plan.epoch, num_tickets=loader.plan.num_tickets)
         set_length_while_fetching(trainer, loader)
         if loader.ticket is None:
             assert self.lightning_module is not None
@@ -474,8 +477,7 @@ class FTStrategy(ParallelStrategy):
         if self._loader is not None:
             done = self._loader.commit(reduced.members)
             set_length(self._trainer, self._loader)
-            epoch = self._loader.plan.epoch
-            self.events.emit("reduced", epoch=epoch, tickets=done, members=list(reduced.members))
+            self._reduced = {"epoch": self._loader.plan.epoch, "tickets": done, "members": list(reduced.members)}
 
     @override
     def optimizer_step(
@@ -488,7 +490,7 @@ class FTStrategy(ParallelStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._trainer is not None:
             step = self._trainer.global_step + 1
-            self.events.emit("step", step=step)
+            self.events.emit("step", step=step, **self._reduced)
             self.engine.report_progress(step)
         return output
 

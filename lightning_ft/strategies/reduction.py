@@ -13,11 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 
+_SPARE_BYTES = 16 << 20
 _FLAGS = struct.Struct("=??qq")
 
 
@@ -79,6 +81,8 @@ class GradientReducer:
         self._buckets = _make_buckets(trainable, bucket_bytes)
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
         self._num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+        # A second set, filled in turn, if it costs little: see `_may_launch`.
+        self._spare = _make_buckets(trainable, bucket_bytes) if self._num_bytes <= _SPARE_BYTES else None
         self._pending: PendingExchange | None = None
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
 
@@ -99,6 +103,8 @@ class GradientReducer:
         self._weight, self._total, self._stop = weight, total, stop
         self._inline = _FLAGS.pack(self._engine.join_wanted, stop, weight, total)
         self._pending = self._engine.open("gradients", size=self._num_bytes, inline=self._inline)
+        if self._spare is not None:
+            self._buckets, self._spare = self._spare, self._buckets
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._start_over(None)
 
@@ -117,32 +123,38 @@ class GradientReducer:
         if self._pending is None:
             return  # an inner micro-batch of an accumulation window
         self._missing[self._bucket_of[parameter]] -= 1
-        # The headers must be through before a bucket may be overwritten: only then every rank has completed the operation
-        # before, and none can ask for its result, which lies in these buckets.
-        while self._error is None and self._next_is_complete() and self._pending.ready:
+        while self._error is None and self._next_is_complete() and self._may_launch(self._pending):
             try:
-                self._launch(self._pending.wait())
+                self._launch(self._pending.group, self._pending.size)
             except RuntimeError as error:  # not through the autograd engine: `finish` meets it again
                 self._error = error
 
     def _next_is_complete(self) -> bool:
         return len(self._works) < len(self._buckets) and self._missing[len(self._works)] <= 0
 
+    def _may_launch(self, pending: PendingExchange) -> bool:
+        """Whether the buckets may be overwritten: nobody needs what lies in them any more.
+
+        They hold the result of an earlier reduction, which a rank that failed in it may ask for. Once all ranks are in this
+        operation, they have completed all before it. With two sets that is known already: what lies in this one is the
+        result of the reduction before the last, and the last one began with all ranks in it.
+        """
+        return pending.group is not None and (self._spare is not None or pending.ready)
+
     def _start_over(self, group: Any) -> None:
         self._group = group
         self._works: list[dist.Work] = []
         self._error: RuntimeError | None = None
 
-    def _launch(self, exchange: Exchange) -> None:
-        if exchange.group is not self._group:
-            self._start_over(exchange.group)
+    def _launch(self, group: ProcessGroup, size: int) -> None:
+        if group is not self._group:
+            self._start_over(group)
         bucket = self._buckets[len(self._works)]
-        bucket.fill(1.0 / exchange.size if self._weight else 0.0)
+        bucket.fill(1.0 / size if self._weight else 0.0)
         if bucket.flags.numel():
             used = [self._weight > 0 and p.grad is not None for p in self._parameters]
             bucket.flags.fill_(1.0) if all(used) else bucket.flags.copy_(torch.tensor(used))
-        assert exchange.group is not None
-        self._works.append(exchange.group.allreduce([bucket.flat]))
+        self._works.append(group.allreduce([bucket.flat]))
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
         flags = [_FLAGS.unpack(row) for row in exchange.inline]
@@ -152,7 +164,7 @@ class GradientReducer:
             if self._error is not None:
                 raise self._error
             while len(self._works) < len(self._buckets):
-                self._launch(exchange)
+                self._launch(exchange.group, exchange.size)
             for work in self._works:
                 work.wait()
             weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)

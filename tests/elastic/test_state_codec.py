@@ -29,7 +29,8 @@ def send(state: Any, **options: Any) -> Any:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+    content = tensor.detach().resolve_conj().reshape(-1)
+    return content.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def assert_same(first: Any, second: Any) -> None:

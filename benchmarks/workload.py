@@ -1,0 +1,127 @@
+"""The training that the benchmarks run: a small regression, plain Lightning, under the strategy that is asked for."""
+
+import argparse
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ft import FTStrategy
+from lightning_ft.testing import FaultPlan
+
+WIDTHS = {"0.01M": (64, 2), "0.1M": (208, 3), "10M": (1820, 4)}
+"""Hidden width and number of hidden layers, by parameters."""
+
+
+class Regression(Dataset[tuple[Tensor, Tensor]]):
+    """Random inputs and targets, the same in every process."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(num_samples, 32, generator=generator)
+        self.targets = torch.randn(num_samples, 8, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+class Network(LightningModule):
+    """A multilayer perceptron.
+
+    Args:
+        size: A key of :data:`WIDTHS`.
+        work: Seconds that each step waits, as if a device were busy.
+
+    """
+
+    def __init__(self, size: str, work: float = 0.0) -> None:
+        super().__init__()
+        width, depth = WIDTHS[size]
+        layers: list[nn.Module] = [nn.Linear(32, width), nn.ReLU()]
+        for _ in range(depth - 1):
+            layers += [nn.Linear(width, width), nn.ReLU()]
+        self.network = nn.Sequential(*layers, nn.Linear(width, 8))
+        self.work = work
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        if self.work:
+            time.sleep(self.work)
+        return nn.functional.mse_loss(self.network(inputs), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class StepTimer(Callback):
+    """Writes how long each batch took, in seconds, from the end of one to the end of the next.
+
+    Args:
+        path: Where rank 0 writes them as JSON.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            steps = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+            Path(self.path).write_text(json.dumps(steps))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", choices=["ft", "ddp"], default="ft")
+    parser.add_argument("--size", choices=list(WIDTHS), default="0.1M")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--epoch-steps", type=int, default=0, help="Steps of an epoch; 0: one epoch.")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--work", type=float, default=0.0)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--times", default=None, help="File for the duration of each step.")
+    parser.add_argument("--faults", default="[]", help="A FaultPlan as JSON.")
+    parser.add_argument("--max-restarts", type=int, default=3)
+    parser.add_argument("--directory", default=".")
+    options = parser.parse_args()
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    seed_everything(1, verbose=False)
+    callbacks: list[Callback] = [FaultPlan.from_json(options.faults)] if options.faults != "[]" else []
+    callbacks += [StepTimer(options.times)] if options.times else []
+    per_epoch = options.epoch_steps or options.steps
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy=FTStrategy(max_restarts=options.max_restarts) if options.strategy == "ft" else options.strategy,
+        max_epochs=-(-options.steps // per_epoch),
+        callbacks=callbacks,
+        default_root_dir=os.path.abspath(options.directory),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = Regression(per_epoch * options.batch_size * options.devices)
+    loader = DataLoader(data, batch_size=options.batch_size, shuffle=True, num_workers=options.workers)
+    trainer.fit(Network(options.size, options.work), loader)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The live ranks, and what is to be done to them."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lightning_ft.elastic.actions import Action, Record, Send, Signal
+from lightning_ft.elastic.protocol import FromSupervisor, Raised
+
+
+class Phase(Enum):
+    """Where a rank is."""
+
+    STARTING = auto()  # runs its script, between Trainer calls
+    STANDING = auto()  # sent begin, which is not answered yet
+    JOINING = auto()  # sets up privately
+    WAITING = auto()  # may be admitted
+    MEMBER = auto()
+
+
+@dataclass
+class Rank:
+    """A live process."""
+
+    slot: int
+    incarnation: int
+    pid: int
+    phase: Phase = Phase.STARTING
+    veteran: bool = False  # was a member: holds the job's state
+    standing_at: tuple[int, str] = (-1, "")
+    raised: Raised | None = None
+    killed: bool = False
+    killed_because: str | None = None  # None in a killed one: nobody needs to know
+    told_join_wanted: bool = False
+
+
+class Roster:
+    """The live ranks by slot; collects actions for :meth:`take_actions`."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, Rank] = {}
+        self.seniority: list[int] = []  # slots of the veterans, in the order in which they became one
+        self._actions: list[Action] = []
+
+    def find(self, slot: int, incarnation: int) -> Rank | None:
+        """Return the rank if it is this incarnation that lives."""
+        rank = self.ranks.get(slot)
+        return rank if rank is not None and rank.incarnation == incarnation else None
+
+    def add(self, rank: Rank) -> None:
+        """Add a rank that was started."""
+        self.ranks[rank.slot] = rank
+
+    def remove(self, rank: Rank) -> None:
+        """Remove a rank that is gone."""
+        del self.ranks[rank.slot]
+        if rank.slot in self.seniority:
+            self.seniority.remove(rank.slot)
+
+    def promote(self, rank: Rank) -> None:
+        """Make a rank a member."""
+        rank.phase = Phase.MEMBER
+        rank.told_join_wanted = False
+        if not rank.veteran:
+            rank.veteran = True
+            self.seniority.append(rank.slot)
+
+    def waiting(self) -> list[Rank]:
+        """Return the ranks that may be admitted, by slot."""
+        ranks = [self.ranks[slot] for slot in sorted(self.ranks)]
+        return [rank for rank in ranks if rank.phase is Phase.WAITING and not rank.killed]
+
+    def kill(self, rank: Rank, because: str | None = None) -> None:
+        """Kill a rank, once; without ``because`` its end is not a death that anybody should hear of."""
+        if not rank.killed:
+            rank.killed = True
+            rank.killed_because = because
+            self.act(Signal(rank.slot, signal.SIGKILL))
+
+    def send(self, slot: int, message: FromSupervisor) -> None:
+        """Send ``message`` to the rank in ``slot``."""
+        self.act(Send(slot, message))
+
+    def record(self, event: str, **fields: object) -> None:
+        """Write one event to the log."""
+        self.act(Record(event, fields))
+
+    def act(self, action: Action) -> None:
+        """Have ``action`` carried out."""
+        self._actions.append(action)
+
+    def take_actions(self) -> list[Action]:
+        """Return what is to be done, and forget it."""
+        actions, self._actions = self._actions, []
+        return actions

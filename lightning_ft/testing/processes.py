@@ -1,0 +1,109 @@
+"""Processes that tests start: forked quickly, waited for with a bound, and ended with all that they started."""
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lightning_ft.elastic.processes import become_subreaper
+from lightning_ft.elastic.zygote import Zygote
+
+_server: "ForkServer | None" = None
+
+
+class Process:
+    """A running process that is a child of this one.
+
+    Args:
+        pid: Its number.
+
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def wait(self, timeout: float) -> int | None:
+        """Return its exit code, ``-signum`` if a signal ended it; None if it still runs after ``timeout`` seconds."""
+        if self._code is None:
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                ended, _, _ = select.select([descriptor], [], [], max(0.0, timeout))
+            finally:
+                os.close(descriptor)
+            if not ended:
+                return None
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def kill_tree(self) -> None:
+        """End it, if it still runs, and all its descendants. May be called twice."""
+        if self._code is not None:
+            return
+        os.kill(self.pid, signal.SIGSTOP)  # so that it starts nothing while its descendants are collected
+        tree = [self.pid, *descendants(self.pid)]
+        for pid in tree:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.wait(60.0)
+        for pid in tree[1:]:
+            with contextlib.suppress(ChildProcessError):  # its own parent outlived it, and took note
+                os.waitpid(pid, 0)
+
+
+class ForkServer:
+    """Forks processes that have torch and lightning imported."""
+
+    def __init__(self) -> None:
+        become_subreaper()  # the parent of what the server forks: it can wait for it, and is outlived by none of it
+        self._zygote = Zygote.exec()
+
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], directory: Path, stdout: Path, stderr: Path
+    ) -> Process:
+        """Start a Python command.
+
+        Args:
+            command: ``["script.py", ...]``, ``["-m", "module", ...]`` or ``["-c", "code", ...]``.
+            environ: Its whole environment.
+            directory: Its working directory.
+            stdout: File that it writes to.
+            stderr: File that it writes to.
+
+        """
+        with open(os.devnull, "rb") as stdin, open(stdout, "wb") as out, open(stderr, "wb") as err:
+            stdio = stdin.fileno(), out.fileno(), err.fileno()
+            return Process(self._zygote.spawn(command, environ, str(directory), *stdio))
+
+    def close(self) -> None:
+        """End the server."""
+        self._zygote.close()
+
+
+def fork_server() -> ForkServer:
+    """Return the fork server of this process; the first call starts it, which takes seconds."""
+    global _server
+    if _server is None:
+        _server = ForkServer()
+        atexit.register(_server.close)
+    return _server
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the children of ``pid``, their children and so on."""
+    found: list[int] = []
+    for child in children(pid):
+        found += [child, *descendants(child)]
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of ``pid``; none if it is gone."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found

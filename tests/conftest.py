@@ -1,0 +1,130 @@
+"""What the multi-process tests share: how the sample training is run, and what must hold after each of its runs."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ft.events.log import Events
+from lightning_ft.testing import (
+    FaultPlan,
+    JobResult,
+    assert_every_ticket_once,
+    assert_recovered,
+    assert_steps_contiguous,
+    assert_used_up,
+    assert_weights_equal,
+    run_job,
+    run_without_supervisor,
+)
+
+JOBS = Path(__file__).parent / "strategies" / "jobs"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of ``jobs/train.py``."""
+
+    job: JobResult
+    results: dict[int, dict[str, Any]]
+
+    @property
+    def directory(self) -> Path:
+        return self.job.directory
+
+    @property
+    def events(self) -> Events:
+        return self.job.events
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def assert_went_on(self, plan: FaultPlan, num_samples: int = 96, max_epochs: int = 2) -> None:
+        """Everything that is promised after deaths, whatever died when."""
+        self.job.check()
+        assert_used_up(plan, self.events)
+        assert_recovered(self.events)
+        assert_steps_contiguous(self.events)
+        assert_every_ticket_once(self.events)
+        self.assert_every_sample_once(num_samples, max_epochs)
+        self.assert_ranks_agree()
+        self.assert_logs_are_in_one_version()
+
+    def assert_ranks_agree(self) -> None:
+        assert self.results
+        if len(self.results) > 1:
+            assert_weights_equal(*(result["fingerprint"] for result in self.results.values()))
+        for name in ("random", "callback_metrics", "global_step", "epoch", "best_model_path"):
+            values = {slot: result[name] for slot, result in self.results.items()}
+            assert len({json.dumps(value, sort_keys=True) for value in values.values()}) == 1, f"{name}: {values}"
+
+    def assert_logs_are_in_one_version(self) -> None:
+        for name in ("csv", "board"):
+            versions = [path.name for path in self.directory.glob(f"{name}/*")]
+            assert versions in ([], ["version_0"])
+
+    def assert_every_sample_once(self, num_samples: int, max_epochs: int) -> None:
+        samples: dict[tuple[int, int], list[int]] = {}
+        for path in self.directory.glob("samples_*.jsonl"):
+            for line in path.read_text().splitlines():
+                record = json.loads(line)
+                known = samples.setdefault((record["epoch"], record["ticket"]), record["samples"])
+                assert known == record["samples"], "two ranks see different samples in one ticket"
+        steps = {event["step"]: event for event in self.of("step")}
+        trained: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(max_epochs)}
+        for event in steps.values():
+            for tickets in event["tickets"].values():
+                for ticket in tickets:
+                    trained[event["epoch"]].update(samples[event["epoch"], ticket])
+        for epoch, counts in trained.items():
+            assert counts == Counter(range(num_samples)), f"epoch {epoch} did not train every sample once"
+
+
+def _results(directory: Path) -> dict[int, dict[str, Any]]:
+    paths = sorted(directory.glob("result_*.json"))
+    return {int(path.stem.removeprefix("result_")): json.loads(path.read_text()) for path in paths}
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., Training]:
+    """Run ``jobs/train.py`` under FTStrategy, in a directory of its own."""
+
+    def run(plan: FaultPlan | None = None, *, name: str = "ft", timeout: float = 60.0, **options: Any) -> Training:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        options = {"strategy": "FTStrategy", "devices": 3, **options}
+        job = run_job(
+            JOBS / "train.py",
+            [json.dumps(options)],
+            num_slots=options["devices"],
+            faults=plan,
+            directory=directory,
+            timeout=timeout,
+        )
+        return Training(job, _results(directory))
+
+    return run
+
+
+@pytest.fixture
+def train_with_ddp(tmp_path: Path) -> Callable[..., Training]:
+    """Run ``jobs/train.py`` under Lightning's own ``ddp``, in a directory of its own."""
+
+    def run(*, name: str = "ddp", timeout: float = 60.0, **options: Any) -> Training:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        options = {"strategy": "ddp", "devices": 2, **options}
+        job = run_without_supervisor(
+            JOBS / "train.py",
+            [json.dumps(options)],
+            num_ranks=options["devices"],
+            directory=directory,
+            timeout=timeout,
+        )
+        return Training(job, _results(directory))
+
+    return run

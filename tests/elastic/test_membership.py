@@ -1,0 +1,994 @@
+"""The membership against imagined ranks: by hand for each rule, then by hypothesis for what nobody thought of."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_ft.elastic.actions import Action, Finish, Notice, Send, Show, Signal, Spawn
+from lightning_ft.elastic.membership import Membership
+from lightning_ft.elastic.options import Policy
+
+
+class Job:
+    """Imagined processes around a real membership; checks what must hold at every moment."""
+
+    def __init__(self, num_slots: int, **policy: Any) -> None:
+        self.membership = Membership(num_slots, Policy(**policy))
+        self.now = 0.0
+        self.live: dict[int, int] = {}  # slot -> incarnation
+        self.doomed: list[int] = []  # got SIGKILL, not yet gone
+        self.signals: list[tuple[int, int]] = []
+        self.inbox: dict[int, list[Any]] = {}
+        self.generations: list[Any] = []
+        self.generation_of: dict[int, int] = {}
+        self.ready: set[int] = set()
+        self.at_top: set[int] = set()
+        self.notices: list[str] = []
+        self.shown: list[str] = []
+        self.spawned: list[tuple[int, int]] = []
+        self.finish: Finish | None = None
+        self.settle()
+
+    # What ranks do.
+
+    def say(self, slot: int, kind: str, /, **fields: Any) -> None:
+        self.tell(slot, kind, **fields)
+        self.settle()
+
+    def tell(self, slot: int, kind: str, /, **fields: Any) -> None:
+        if kind == "ready" and fields["generation"] == self.number:
+            self.ready.add(slot)
+        if kind == "at_top" and fields["generation"] == self.number:
+            self.at_top.add(slot)
+        self.membership.message(slot, self.live[slot], {"type": kind, **fields}, self.now)  # type: ignore[misc]
+
+    def raises(self, slot: int, exception: str = "ValueError", message: str = "no", code: int = 1) -> None:
+        traceback = f"{exception}: {message}"
+        self.say(slot, "exception", exception=exception, message=message, traceback=traceback, code=code)
+        self.exit(slot, code=code)
+
+    def exit(self, *slots: int, code: int = 0) -> None:
+        for slot in slots:
+            self.membership.exited(slot, self.live.pop(slot), code, self.now)
+            self.ready.discard(slot)
+            self.at_top.discard(slot)
+            if slot in self.doomed:
+                self.doomed.remove(slot)
+        self.settle()
+
+    def kill(self, *slots: int) -> None:
+        self.exit(*slots, code=-signal.SIGKILL)
+
+    def bury_doomed(self) -> None:
+        while self.doomed:
+            self.kill(self.doomed[0])
+
+    # Several ranks at once.
+
+    def begin(self, *slots: int, call: int = 0, fn: str = "fit") -> None:
+        for slot in slots:
+            self.say(slot, "begin", call=call, fn=fn)
+
+    def connect(self) -> None:
+        for slot in self.members:
+            self.say(slot, "ready", generation=self.number)
+
+    def train(self) -> None:
+        """Bring all from the start into the first step."""
+        self.begin(*self.live)
+        self.connect()
+        self.say(self.members[0], "progress", step=1)
+
+    def rejoin(self, slot: int) -> None:
+        self.begin(slot)
+        assert self.last(slot, "enter")["mode"] == "join"
+        self.say(slot, "join", call=0)
+        for member in self.members:
+            self.say(member, "at_top", generation=self.number)
+        self.connect()
+
+    def end(self, *slots: int, call: int = 0) -> None:
+        for slot in slots:
+            self.say(slot, "end", call=call)
+
+    # What came of it.
+
+    @property
+    def number(self) -> int:
+        return self.generations[-1]["number"] if self.generations else 0
+
+    @property
+    def members(self) -> list[int]:
+        return list(self.generations[-1]["members"])
+
+    @property
+    def reason(self) -> str:
+        return str(self.generations[-1]["reason"])
+
+    def last(self, slot: int, kind: str) -> Any:
+        return [message for message in self.inbox[slot] if message["type"] == kind][-1]
+
+    def has(self, slot: int, kind: str, /, **fields: Any) -> bool:
+        return any(message.items() >= {"type": kind, **fields}.items() for message in self.inbox[slot])
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, with a tick at each deadline, as the supervisor's selector does."""
+        end = self.now + seconds
+        while (deadline := self.membership.deadline()) is not None and deadline <= end:
+            self.now = max(self.now, deadline)
+            self.settle()
+            assert self.membership.deadline() != deadline, "a deadline that has passed must not be asked for again"
+        self.now = end
+        self.settle()
+
+    def settle(self) -> None:
+        while actions := self.membership.tick(self.now):
+            for action in actions:
+                self.perform(action)
+
+    def perform(self, action: Action) -> None:
+        assert self.finish is None, f"{action} after the end"
+        if isinstance(action, Spawn):
+            assert action.slot not in self.live
+            self.spawned.append((action.slot, action.incarnation))
+            self.live[action.slot] = action.incarnation
+            self.inbox[action.slot] = []
+            self.membership.started(action.slot, action.incarnation, 1000 + action.slot)
+        elif isinstance(action, Send):
+            self.inbox[action.slot].append(action.message)
+            if action.message["type"] == "generation":
+                self.check_generation(action.slot, action.message)
+            elif action.message["type"] == "go":
+                assert action.message["generation"] == self.number
+                assert self.ready >= set(self.members), "go before all were ready"
+        elif isinstance(action, Signal):
+            assert action.slot in self.live
+            self.signals.append((action.slot, action.number))
+            if action.number == signal.SIGKILL:
+                assert action.slot not in self.doomed, "killed twice"
+                self.doomed.append(action.slot)
+        elif isinstance(action, Notice):
+            self.notices.append(action.text)
+        elif isinstance(action, Show):
+            self.shown.append(action.traceback)
+        elif isinstance(action, Finish):
+            assert not self.live, "finished while somebody lives"
+            self.finish = action
+
+    def check_generation(self, slot: int, message: Any) -> None:
+        members = message["members"]
+        if message["number"] == self.number:
+            assert message == self.generations[-1], "members were told different things"
+        else:
+            assert message["number"] > self.number
+            assert set(members) <= self.live.keys() - set(self.doomed), "a member is dead"
+            assert message["incarnations"] == {member: self.live[member] for member in members}
+            before = self.members if self.generations else []
+            new = [member for member in members if self.generation_of.get(member) != self.live[member]]
+            if message["reason"] != "start":
+                stayed = [member for member in members if member not in new]
+                assert stayed == [member for member in before if member in stayed], "seniority was lost"
+                assert members == stayed + new, "a joiner stands before a senior"
+            if new and message["reason"] != "start":
+                assert message["reason"] == "join"
+                assert self.at_top >= set(stayed), "admitted in the middle of a step"
+            self.generation_of.update({member: self.live[member] for member in members})
+            self.generations.append(message)
+            self.ready.clear()
+            self.at_top.clear()
+        assert slot in members
+
+
+# Rule 1: calls.
+
+
+def test_call_starts_once_all_slots_stand_before_it() -> None:
+    job = Job(3)
+    job.begin(2, 0)
+    assert job.number == 0
+    job.begin(1)
+    assert (job.members, job.reason) == ([0, 1, 2], "start")
+    assert all(job.has(slot, "enter", call=0, mode="start") for slot in range(3))
+
+
+def test_rank_killed_before_the_start_is_respawned_and_takes_part() -> None:
+    job = Job(2)
+    job.begin(0)
+    job.kill(1)
+    assert job.spawned[-1] == (1, 1)
+    job.begin(1)
+    assert (job.members, job.reason) == ([0, 1], "start")
+
+
+def test_next_call_starts_in_order_of_seniority() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(0)
+    job.rejoin(0)
+    assert job.members == [1, 2, 0]
+    job.end(0, 1, 2)
+    job.begin(0, 1, 2, call=1, fn="test")
+    assert (job.members, job.reason) == ([1, 2, 0], "start")
+    assert job.has(0, "enter", call=1, mode="start")
+
+
+def test_latecomer_skips_missed_calls_and_waits_through_one_that_it_cannot_join() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.end(0, 1)
+    job.begin(0, 1, call=1, fn="validate")
+    job.connect()
+    job.begin(2)
+    assert job.has(2, "enter", call=0, mode="skip")
+    job.begin(2, call=1, fn="validate")
+    assert not job.has(2, "enter", call=1)
+    job.end(0, 1, call=1)
+    job.begin(0, 1, call=2)
+    assert job.members == [0, 1]
+    assert job.has(2, "enter", call=1, mode="skip")
+    job.begin(2, call=2)
+    assert job.has(2, "enter", call=2, mode="join")
+
+
+def test_slot_lost_while_a_call_was_ending_comes_back_for_the_next_call() -> None:
+    job = Job(3)
+    job.train()
+    job.end(0)
+    job.kill(1)
+    assert (1, 1) not in job.spawned
+    job.end(2)
+    job.kill(2)
+    job.begin(0, call=1)
+    assert job.spawned[-2:] == [(1, 1), (2, 1)]
+    assert job.members == [0]
+
+
+def test_unfinished_joiner_of_the_call_before_starts_again() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.begin(2)
+    job.say(2, "join", call=0)
+    job.end(0, 1)
+    job.begin(0, 1, call=1)
+    assert job.doomed == [2]
+    job.bury_doomed()
+    job.wait(1.0)
+    assert job.spawned[-1] == (2, 2)
+
+
+def test_ranks_before_different_calls_end_the_job_instead_of_waiting_for_ever() -> None:
+    job = Job(2)
+    job.begin(0, fn="fit")
+    job.begin(1, fn="test")
+    job.bury_doomed()
+    assert job.finish is not None
+    assert job.finish.code == 1
+    assert "fit (call 0), test (call 0)" in str(job.finish.error)
+
+
+# Rules 2 and 3: deaths.
+
+
+def test_death_makes_a_generation_without_the_dead_at_once() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(0)
+    assert (job.members, job.reason) == ([1, 2], "death")
+    assert job.generations[-1]["dead"] == [{"slot": 0, "incarnation": 0, "how": "SIGKILL"}]
+    assert job.notices == ["Slot 0 (pid 1000) died (SIGKILL); respawning (1 of 3)."]
+
+
+def test_deaths_seen_together_make_one_generation() -> None:
+    job = Job(4)
+    job.train()
+    job.kill(1, 3)
+    assert (job.number, job.members) == (2, [0, 2])
+    assert [death["slot"] for death in job.generations[-1]["dead"]] == [1, 3]
+
+
+def test_generation_in_which_a_member_dies_before_the_go_never_goes() -> None:
+    job = Job(3)
+    job.begin(0, 1, 2)
+    job.say(0, "ready", generation=1)
+    job.say(1, "ready", generation=1)
+    job.kill(2)
+    assert not job.has(0, "go", generation=1)
+    job.say(0, "ready", generation=1)
+    job.connect()
+    assert job.has(0, "go", generation=2)
+
+
+# Rule 4: errors.
+
+
+def test_generation_that_failed_everywhere_is_tried_again_with_the_same_members() -> None:
+    job = Job(2)
+    job.train()
+    job.say(0, "failed", generation=1, reason="reset")
+    assert job.number == 1
+    job.say(1, "failed", generation=1, reason="reset")
+    assert (job.number, job.members, job.reason) == (2, [0, 1], "error")
+
+
+def fail(job: Job, reason: str) -> None:
+    job.connect()
+    for slot in job.members:
+        job.say(slot, "failed", generation=job.number, reason=reason)
+
+
+def test_sixth_error_in_a_row_stops_the_job_with_the_first_reason() -> None:
+    job = Job(2)
+    job.train()
+    for attempt in range(5):
+        fail(job, f"reason {attempt}")
+        job.wait(1.0)
+        assert job.number == attempt + 2
+    fail(job, "reason 5")
+    assert "6 generations failed in a row" in job.last(0, "stop")["message"]
+    assert "reason 0" in job.last(1, "stop")["message"]
+    job.exit(0, 1, code=1)
+    assert job.finish is not None
+    assert job.finish.code == 1
+    assert "reason 0" in str(job.finish.error)
+
+
+def test_retries_of_errors_wait_longer_each_time() -> None:
+    job = Job(2)
+    job.train()
+    fail(job, "no")
+    fail(job, "no")
+    assert job.number == 2
+    job.wait(0.06)
+    assert job.number == 3
+    fail(job, "no")
+    job.wait(0.06)
+    assert job.number == 3
+    job.wait(0.06)
+    assert job.number == 4
+
+
+def test_progress_between_errors_forgives_them() -> None:
+    job = Job(2)
+    job.train()
+    for _ in range(12):
+        fail(job, "no")
+        job.wait(1.0)
+        job.say(0, "progress", step=2)
+    assert job.number == 13
+
+
+def test_member_that_does_not_report_what_the_others_report_is_killed_as_hung() -> None:
+    job = Job(3, timeout=5.0)
+    job.train()
+    job.say(0, "failed", generation=1, reason="no answer")
+    job.say(2, "failed", generation=1, reason="no answer")
+    job.wait(4.9)
+    assert job.doomed == []
+    job.wait(0.2)
+    assert job.doomed == [1]
+    job.bury_doomed()
+    assert (job.members, job.reason) == ([0, 2], "death")
+    assert job.generations[-1]["dead"][0]["how"] == "hung for 5 s"
+    assert (1, 1) in job.spawned
+
+
+# Rule 5: joins.
+
+
+def test_joiner_is_admitted_last_once_all_members_wait_at_the_top() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(0)
+    job.connect()
+    job.begin(0)
+    assert job.has(0, "enter", call=0, mode="join")
+    assert not job.has(1, "join_wanted")
+    job.say(0, "join", call=0)
+    assert job.last(1, "join_wanted")["value"] is True
+    job.say(1, "at_top", generation=2)
+    assert job.number == 2
+    job.say(2, "at_top", generation=2)
+    assert (job.members, job.reason) == ([1, 2, 0], "join")
+    assert job.last(1, "join_wanted")["value"] is False
+    assert job.generations[-1]["incarnations"] == {1: 0, 2: 0, 0: 1}
+
+
+def test_simultaneous_joiners_are_ordered_by_slot() -> None:
+    job = Job(4)
+    job.train()
+    job.kill(0, 2)
+    job.connect()
+    for slot in (2, 0):
+        job.begin(slot)
+        job.say(slot, "join", call=0)
+    for slot in (1, 3):
+        job.say(slot, "at_top", generation=2)
+    assert job.members == [1, 3, 0, 2]
+
+
+def test_wait_for_a_joiner_that_died_is_called_off() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.connect()
+    job.begin(2)
+    job.say(2, "join", call=0)
+    job.say(0, "at_top", generation=2)
+    job.kill(2)
+    assert job.last(1, "join_wanted")["value"] is False
+    assert job.number == 2
+    job.say(1, "at_top", generation=2)
+    assert (job.members, job.reason) == ([0, 1], "cancelled")
+
+
+def test_death_of_a_member_at_the_top_keeps_the_joiner_waiting() -> None:
+    job = Job(4)
+    job.train()
+    job.kill(3)
+    job.connect()
+    job.begin(3)
+    job.say(3, "join", call=0)
+    job.say(0, "at_top", generation=2)
+    job.kill(1)
+    assert (job.members, job.reason) == ([0, 2], "death")
+    assert job.last(0, "join_wanted")["value"] is True
+    job.connect()
+    for slot in (0, 2):
+        job.say(slot, "at_top", generation=3)
+    assert (job.members, job.reason) == ([0, 2, 3], "join")
+
+
+def test_joiner_stays_a_member_when_another_dies_before_the_go() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.connect()
+    job.begin(2)
+    job.say(2, "join", call=0)
+    for slot in (0, 1):
+        job.say(slot, "at_top", generation=2)
+    job.kill(0)
+    assert (job.members, job.reason) == ([1, 2], "death")
+
+
+# Rule 6: min_replicas.
+
+
+def test_too_few_members_hold_until_enough_joined() -> None:
+    job = Job(3, min_replicas=3)
+    job.train()
+    job.kill(1, 2)
+    assert job.generations[-1]["hold"] is True
+    job.connect()
+    job.say(0, "at_top", generation=2)
+    job.begin(1)
+    job.say(1, "join", call=0)
+    assert job.number == 2
+    job.begin(2)
+    job.say(2, "join", call=0)
+    assert (job.members, job.generations[-1]["hold"]) == ([0, 1, 2], False)
+    job.wait(1000.0)
+    assert not job.has(0, "stop")
+
+
+def test_too_few_members_for_too_long_stop_the_job() -> None:
+    job = Job(2, min_replicas=2, rejoin_timeout=60.0)
+    job.train()
+    job.kill(1)
+    job.connect()
+    job.wait(59.0)
+    assert not job.has(0, "stop")
+    job.wait(2.0)
+    assert "1 ranks are alive, 2 are needed" in job.last(0, "stop")["message"]
+    job.raises(0, "StoppedError")
+    job.exit(1, code=1)
+    assert job.finish is not None
+    assert job.finish.code == 1
+    assert "60 s" in str(job.finish.error)
+    assert job.shown == []
+
+
+def test_too_few_members_with_no_respawn_left_stop_the_job_at_once() -> None:
+    job = Job(2, min_replicas=2, max_restarts=0)
+    job.train()
+    job.kill(1)
+    assert "may not start again" in job.last(0, "stop")["message"]
+
+
+def test_rank_that_ignores_the_stop_is_killed_after_the_grace() -> None:
+    job = Job(2, min_replicas=2, max_restarts=0, grace=10.0)
+    job.train()
+    job.kill(1)
+    job.wait(9.0)
+    assert job.doomed == []
+    job.wait(2.0)
+    job.bury_doomed()
+    assert job.finish is not None
+
+
+# Rule 7: respawns.
+
+
+def test_respawns_of_a_slot_wait_longer_each_time_and_end_at_the_limit() -> None:
+    job = Job(2, max_restarts=4)
+    job.train()
+    delays = []
+    for _ in range(4):
+        job.kill(1)
+        start = job.now
+        while 1 not in job.live:
+            deadline = job.membership.deadline()
+            assert deadline is not None
+            job.wait(deadline - job.now)
+        delays.append(job.now - start)
+    assert delays == [0.0, 0.5, 1.0, 2.0]
+    job.kill(1)
+    assert job.notices[-1] == "Slot 1 (pid 1001) died (SIGKILL); it stays out after 4 respawns."
+    job.wait(1000.0)
+    assert 1 not in job.live
+    assert job.members == [0]
+
+
+def test_respawns_older_than_the_window_do_not_count() -> None:
+    job = Job(2, max_restarts=1, restart_window=100.0)
+    job.train()
+    job.kill(1)
+    job.wait(101.0)
+    job.kill(1)
+    assert job.spawned[-1] == (1, 2)
+    job.kill(1)
+    job.wait(1000.0)
+    assert job.spawned[-1] == (1, 2)
+
+
+def test_no_respawns_are_made_when_they_are_not_wanted() -> None:
+    job = Job(2, max_restarts=0)
+    job.train()
+    job.kill(1)
+    assert job.notices == ["Slot 1 (pid 1001) died (SIGKILL); it stays out."]
+    assert (job.members, job.live) == ([0], {0: 0})
+
+
+def test_first_options_win() -> None:
+    job = Job(2)
+    fields = Policy(max_restarts=0).to_message()
+    job.say(0, "options", **{name: value for name, value in fields.items() if name != "type"})
+    fields = Policy(max_restarts=9).to_message()
+    job.say(1, "options", **{name: value for name, value in fields.items() if name != "type"})
+    assert job.membership.policy == Policy(max_restarts=0)
+
+
+# Rule 8: exceptions.
+
+
+def test_exception_before_the_first_step_ends_the_job_and_is_shown_once() -> None:
+    job = Job(3)
+    job.begin(0, 1, 2)
+    job.say(1, "exception", exception="ValueError", message="no", traceback="Traceback 1", code=1)
+    job.say(0, "exception", exception="KeyError", message="peer", traceback="Traceback 0", code=1)
+    assert job.doomed == [0, 2]
+    job.exit(1, code=1)
+    job.bury_doomed()
+    assert job.finish == Finish(1, "Slot 1 raised ValueError before the first step.")
+    assert job.shown == ["Traceback 1"]
+    assert len(job.spawned) == 3
+
+
+def test_exit_code_before_the_first_step_ends_the_job_with_it() -> None:
+    job = Job(2)
+    job.exit(1, code=7)
+    job.bury_doomed()
+    assert job.finish == Finish(7, "Slot 1 ended before the first step (exit code 7).")
+
+
+def test_rank_that_cannot_end_after_its_exception_is_killed_after_the_grace() -> None:
+    job = Job(2, grace=5.0)
+    job.say(1, "exception", exception="ValueError", message="no", traceback="", code=3)
+    job.bury_doomed()
+    job.wait(6.0)
+    job.bury_doomed()
+    assert job.finish is not None
+    assert job.finish.code == 3
+
+
+def test_exception_after_the_first_step_is_a_death() -> None:
+    job = Job(3)
+    job.train()
+    job.raises(1)
+    assert job.generations[-1]["dead"] == [{"slot": 1, "incarnation": 0, "how": "ValueError: no"}]
+    assert job.spawned[-1] == (1, 1)
+    assert job.shown == ["ValueError: no"]
+
+
+def test_exception_that_every_member_raises_is_not_tried_again() -> None:
+    job = Job(3)
+    job.train()
+    job.raises(1)
+    job.raises(0)
+    job.raises(2)
+    job.bury_doomed()
+    assert job.finish is not None
+    assert job.finish.code == 1
+    assert "every other member" in str(job.finish.error)
+    assert job.shown == ["ValueError: no"]
+
+
+def test_first_exception_explains_the_end_when_all_are_gone() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.raises(1, "ValueError", code=3)
+    job.raises(0, "ConnectionError")
+    job.bury_doomed()
+    assert job.finish == Finish(3, "The job ended with slot 1 (ValueError: no).")
+
+
+def test_signals_explain_the_end_when_all_were_killed() -> None:
+    job = Job(2)
+    job.train()
+    job.kill(0, 1)
+    assert job.finish == Finish(137, "All ranks are gone: slot 0 (SIGKILL), slot 1 (SIGKILL).")
+
+
+def test_death_that_was_healed_does_not_explain_a_later_end() -> None:
+    job = Job(2)
+    job.train()
+    job.raises(1)
+    job.rejoin(1)
+    job.say(0, "progress", step=2)
+    job.kill(0, 1)
+    assert job.finish is not None
+    assert job.finish.code == 137
+
+
+# Rule 9: the end.
+
+
+def test_job_whose_ranks_complete_ends_with_zero() -> None:
+    job = Job(2)
+    job.train()
+    job.end(0, 1)
+    job.exit(0)
+    assert job.finish is None
+    job.exit(1)
+    assert job.finish == Finish(0, None)
+
+
+def test_job_that_never_calls_a_trainer_ends_with_zero() -> None:
+    job = Job(2)
+    job.exit(0, 1)
+    assert job.finish == Finish(0, None)
+
+
+def test_abort_signal_at_exit_after_the_last_call_is_not_a_death() -> None:
+    job = Job(2)
+    job.train()
+    job.end(0, 1)
+    job.exit(0, code=-signal.SIGABRT)
+    job.exit(1)
+    assert job.finish == Finish(0, None)
+
+
+def test_exit_code_after_the_last_call_is_the_jobs() -> None:
+    job = Job(2)
+    job.train()
+    job.end(0, 1)
+    job.exit(0)
+    job.raises(1, code=4)
+    assert job.finish == Finish(4, "The job ended with slot 1 (ValueError: no).")
+    assert job.shown == ["ValueError: no"]
+
+
+def test_member_that_dies_while_the_call_is_ending_is_not_replaced() -> None:
+    job = Job(3)
+    job.train()
+    job.end(0)
+    job.kill(1)
+    assert (job.members, job.reason) == ([2], "death")
+    assert len(job.spawned) == 3
+    job.end(2)
+    job.exit(0, 2)
+    assert job.finish == Finish(0, None)
+
+
+def test_members_do_not_wait_for_one_that_completed_the_call() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.end(0)
+    assert (job.members, job.reason) == ([1], "death")
+    job.connect()
+    job.say(1, "failed", generation=3, reason="alone")
+    assert (job.members, job.reason) == ([1], "error")
+
+
+def test_joiners_are_killed_quietly_once_every_member_is_done() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.begin(2)
+    job.end(0, 1)
+    job.exit(0)
+    assert job.doomed == []
+    job.exit(1)
+    assert job.doomed == [2]
+    job.bury_doomed()
+    assert job.finish == Finish(0, None)
+    assert len(job.notices) == 1
+
+
+def test_pending_respawn_does_not_keep_a_finished_job_alive() -> None:
+    job = Job(2)
+    job.train()
+    job.kill(1)
+    job.kill(1)
+    job.end(0)
+    job.exit(0)
+    assert job.finish == Finish(0, None)
+
+
+def test_member_that_ends_itself_with_zero_is_not_replaced() -> None:
+    job = Job(2)
+    job.train()
+    job.exit(1)
+    assert (job.members, job.generations[-1]["dead"][0]["how"]) == ([0], "exit code 0")
+    assert 1 not in job.live
+
+
+# Rule 10: signals, and exclusion.
+
+
+def test_termination_is_forwarded_once_and_not_answered_with_respawns() -> None:
+    job = Job(2)
+    job.train()
+    job.membership.signalled(signal.SIGTERM, job.now)
+    job.settle()
+    assert job.signals == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+    job.exit(0, code=-signal.SIGTERM)
+    assert job.members == [1]
+    job.exit(1, code=143)
+    assert job.finish == Finish(143, None)
+    assert len(job.spawned) == 2
+
+
+def test_rank_that_outlives_the_grace_is_killed() -> None:
+    job = Job(2, grace=30.0)
+    job.train()
+    job.membership.signalled(signal.SIGINT, job.now)
+    job.wait(10.0)
+    job.membership.signalled(signal.SIGINT, job.now)
+    job.wait(0.9)
+    assert job.doomed == []
+    job.wait(0.2)
+    job.bury_doomed()
+    assert job.finish == Finish(130, None)
+
+
+def test_job_that_ends_well_in_spite_of_a_termination_keeps_its_own_code() -> None:
+    job = Job(2)
+    job.train()
+    job.membership.signalled(signal.SIGTERM, job.now)
+    job.end(0, 1)
+    job.exit(0, 1)
+    assert job.finish == Finish(0, None)
+
+
+def test_user_signal_is_forwarded_and_changes_nothing() -> None:
+    job = Job(2)
+    job.train()
+    job.membership.signalled(signal.SIGUSR1, job.now)
+    job.settle()
+    assert job.signals == [(0, signal.SIGUSR1), (1, signal.SIGUSR1)]
+    job.kill(1)
+    assert job.spawned[-1] == (1, 1)
+
+
+def test_excluded_slot_is_killed_and_left_out_before_it_is_gone() -> None:
+    job = Job(3)
+    job.train()
+    job.say(0, "exclude", slot=1, reason="wrong sums")
+    assert job.doomed == [1]
+    assert (job.members, job.reason) == ([0, 2], "exclude")
+    assert job.generations[-1]["dead"][0]["how"] == "excluded: wrong sums"
+    job.bury_doomed()
+    assert job.number == 2
+    assert job.spawned[-1] == (1, 1)
+
+
+def test_words_of_an_earlier_incarnation_are_ignored() -> None:
+    job = Job(2)
+    job.train()
+    job.kill(1)
+    job.membership.message(1, 0, {"type": "begin", "call": 0, "fn": "fit"}, job.now)
+    job.membership.exited(1, 0, 0, job.now)
+    job.settle()
+    assert job.inbox[1] == []
+    assert job.live == {0: 0, 1: 1}
+
+
+# Anything else.
+
+
+class Chaos(Job):
+    """Ranks that do whatever a rank may do next, in any order, and die at any time."""
+
+    def __init__(self, num_slots: int, num_calls: int, **policy: Any) -> None:
+        self.num_calls = num_calls
+        self.state: dict[int, str] = {}
+        self.call: dict[int, int] = {}
+        self.seen: dict[int, int] = {}  # messages read
+        self.mine: dict[int, int] = {}  # generation that the rank is in
+        self.step: dict[int, int] = {}
+        self.top_at: dict[int, int] = {}  # generation -> step at which its members agreed to stop
+        super().__init__(num_slots, **policy)
+
+    def perform(self, action: Action) -> None:
+        super().perform(action)
+        if isinstance(action, Spawn):
+            slot = action.slot
+            self.state[slot], self.call[slot], self.seen[slot], self.mine[slot] = "script", 0, 0, 0
+            self.step[slot] = 0
+
+    def choices(self) -> list[Callable[[], None]]:
+        choices: list[Callable[[], None]] = []
+        for slot in sorted(self.live):
+            if slot in self.doomed:
+                choices.append(lambda slot=slot: self.kill(slot))
+            elif self.seen[slot] < len(self.inbox[slot]):
+                choices.append(lambda slot=slot: self.read(slot))
+            elif self.state[slot] not in ("standing", "entering", "ready", "top", "joined"):
+                choices.append(lambda slot=slot: self.go_on(slot))
+        return choices
+
+    def read(self, slot: int) -> None:
+        message = self.inbox[slot][self.seen[slot]]
+        self.seen[slot] += 1
+        if message["type"] == "enter":
+            self.state[slot] = {"start": "entering", "join": "joining", "skip": "script"}[message["mode"]]
+            self.call[slot] += message["mode"] == "skip"
+        elif message["type"] == "generation":
+            if self.state[slot] != "script":  # else it completed the call before it heard
+                self.mine[slot] = message["number"]
+                self.state[slot] = "unready"
+                if message["reason"] == "join":
+                    self.step[slot] = max(self.step[member] for member in message["members"])
+        elif message["type"] == "go":
+            if self.mine[slot] == message["generation"] and self.state[slot] == "ready":
+                self.state[slot] = "training"
+        elif message["type"] == "stop":
+            self.exit(slot, code=1)
+
+    def go_on(self, slot: int) -> None:
+        state = self.state[slot]
+        if state == "script":
+            if self.call[slot] == self.num_calls:
+                self.exit(slot)
+            else:
+                self.state[slot] = "standing"
+                self.say(slot, "begin", call=self.call[slot], fn="fit")
+        elif state == "joining":
+            self.state[slot] = "joined"
+            self.say(slot, "join", call=self.call[slot])
+        elif state == "unready":
+            self.state[slot] = "ready"
+            self.say(slot, "ready", generation=self.mine[slot])
+        elif state == "training":
+            self.train_on(slot)
+
+    def train_on(self, slot: int) -> None:
+        """Take a step, which stands for everything that members do together: only if all are in this generation."""
+        number = self.mine[slot]
+        if number != self.number:
+            return  # interrupted; the news is on its way
+        peers = self.members
+        if any(self.mine.get(peer) != number or self.state.get(peer) not in ("training", "top") for peer in peers):
+            return
+        wanted = any(m["type"] == "join_wanted" and m["value"] for m in self.inbox[slot][-1:])
+        hold = self.generations[-1]["hold"]
+        if number in self.top_at or wanted or hold:
+            self.top_at[number] = 1
+            self.state[slot] = "top"
+            self.say(slot, "at_top", generation=number)
+            return
+        self.step[slot] += 1
+        self.say(slot, "progress", step=self.step[slot])
+        if self.step[slot] >= 3 * (self.call[slot] + 1) and number not in self.top_at:
+            self.complete(peers)
+
+    def complete(self, peers: list[int]) -> None:
+        """The final barrier, and what each does after it."""
+        for peer in peers:
+            if peer in self.live and peer not in self.doomed and self.state[peer] == "training":
+                self.state[peer] = "script"
+                self.step[peer] = 3 * (self.call[peer] + 1)
+                self.say(peer, "end", call=self.call[peer])
+                self.call[peer] += 1
+
+
+FAULTS = ("kill",) * 6 + ("fail", "fail all", "raise", "exclude", "wait", "wait", "term")
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data())
+def test_any_order_of_events_ends_in_a_consistent_state(data: st.DataObject) -> None:
+    job = Chaos(
+        num_slots=data.draw(st.integers(1, 4)),
+        num_calls=data.draw(st.integers(1, 2)),
+        max_restarts=data.draw(st.integers(0, 3)),
+        min_replicas=data.draw(st.integers(1, 2)),
+        timeout=data.draw(st.sampled_from([None, 5.0])),
+        rejoin_timeout=60.0,
+    )
+    for _ in range(data.draw(st.integers(0, 150))):
+        if job.finish is not None:
+            break
+        choices = job.choices()
+        if choices and data.draw(st.integers(0, 11)):
+            data.draw(st.sampled_from(choices))()
+        else:
+            inject(job, data)
+    for _ in range(2000):  # no more faults: it has to end by itself
+        if job.finish is not None:
+            break
+        choices = job.choices()
+        for choice in choices:
+            before = job.number
+            choice()
+            if job.finish is not None or job.number != before:
+                break
+        job.wait(1.0)
+        release_hung(job)
+    assert job.finish is not None, f"it goes on for ever: {job.state}, {job.generations[-1:]}"
+
+
+def inject(job: Chaos, data: st.DataObject) -> None:
+    slots = sorted(job.live.keys() - set(job.doomed))
+    fault = data.draw(st.sampled_from(FAULTS))
+    if fault == "wait":
+        job.wait(data.draw(st.sampled_from([0.1, 1.0, 10.0])))
+    elif fault == "term":
+        job.membership.signalled(signal.SIGTERM, job.now)
+        job.settle()
+    elif not slots:
+        return
+    elif fault == "kill":
+        job.kill(data.draw(st.sampled_from(slots)))
+    elif fault == "raise":
+        job.raises(data.draw(st.sampled_from(slots)), message=data.draw(st.sampled_from("ab")))
+    elif fault == "exclude":
+        job.say(data.draw(st.sampled_from(slots)), "exclude", slot=data.draw(st.sampled_from(slots)), reason="odd")
+    else:
+        training = [slot for slot in slots if job.state[slot] == "training" and job.mine[slot] == job.number]
+        for slot in training if fault == "fail all" else training[:1]:
+            job.state[slot] = "ready"  # waits for the next generation
+            job.say(slot, "failed", generation=job.mine[slot], reason="reset")
+
+
+def release_hung(job: Chaos) -> None:
+    """A failure that only some saw: the others run into the same one sooner or later."""
+    for slot in sorted(job.live.keys() - set(job.doomed)):
+        hung = job.state[slot] == "training" and job.mine[slot] == job.number
+        if hung and slot in job.members and any(job.state.get(peer) == "ready" for peer in job.members):
+            job.state[slot] = "ready"
+            job.say(slot, "failed", generation=job.mine[slot], reason="reset")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"min_replicas": 0}, "min_replicas=0"),
+        ({"timeout": 0.0}, "timeout=0.0"),
+        ({"grace": -1.0}, "grace=-1.0"),
+        ({"start_method": "thread"}, "start_method='thread'"),
+    ],
+)
+def test_policy_refuses_what_makes_no_sense(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy(**fields)

@@ -1,0 +1,297 @@
+"""The real supervisor with real processes; what it decides is tested in test_membership."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_ft.elastic.processes import become_subreaper
+from lightning_ft.elastic.zygote import Zygote
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+DEADLINE = 60.0
+HEADER = """
+import os, signal, subprocess, sys, time
+forked = "torch" in sys.modules
+from imitated_rank import ImitatedRank
+"""
+
+
+class Job:
+    """A supervisor, and everything that it and its ranks print."""
+
+    def __init__(self, zygote: Zygote, arguments: list[str], stdin: bytes = b"", cwd: Path = ROOT) -> None:
+        reader, writer = os.pipe()
+        stdin_reader, stdin_writer = os.pipe()
+        os.write(stdin_writer, stdin)
+        os.close(stdin_writer)
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+        command = ["-m", "lightning_ft.elastic.supervisor", *arguments]
+        self.pid = zygote.spawn(command, env, str(cwd), stdin_reader, writer, writer)
+        os.close(writer)
+        os.close(stdin_reader)
+        self._reader = reader
+        self.output = ""
+        self.code: int | None = None
+
+    def wait_for(self, pattern: str, count: int = 1) -> list[str]:
+        """Return what ``pattern`` found once that is ``count`` times."""
+        deadline = time.monotonic() + DEADLINE
+        while len(found := re.findall(pattern, self.output)) < count:
+            assert self._read(deadline), f"{pattern!r} did not come ({count} times) in:\n{self.output}"
+        return found
+
+    def finish(self) -> int:
+        """Return the exit code."""
+        deadline = time.monotonic() + DEADLINE
+        while self._read(deadline):
+            pass
+        _, status = os.waitpid(self.pid, 0)
+        self.code = os.waitstatus_to_exitcode(status)
+        return self.code
+
+    def children(self) -> set[int]:
+        return {int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()}
+
+    def close(self) -> None:
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+        os.close(self._reader)
+
+    def _read(self, deadline: float) -> bool:
+        ready, _, _ = select.select([self._reader], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"nothing more came in {DEADLINE:g} s after:\n{self.output}"
+        chunk = os.read(self._reader, 1 << 16)
+        self.output += chunk.decode()
+        return bool(chunk)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    become_subreaper()
+    zygote = Zygote.exec()
+    yield zygote
+    zygote.close()
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
+    """Start a supervisor over a script, given as text."""
+    jobs: list[Job] = []
+
+    def start(script: str, num_slots: int, *arguments: str, stdin: bytes = b"", start_method: str = "fork") -> Job:
+        path = tmp_path / "train.py"
+        path.write_text(
+            "import os, signal, subprocess, sys, time\nforked = 'torch' in sys.modules\nfrom imitated_rank import ImitatedRank\n"
+            + script
+        )
+        options = ["--num-slots", str(num_slots), "--start-method", start_method]
+        jobs.append(Job(zygote, [*options, "--", str(path), *arguments], stdin))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+RESPAWN = """
+print("start", time.time(), forked, sys.argv[1:], os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
+rank = ImitatedRank()
+rank.send("log", directory=os.path.dirname(__file__))
+if rank.slot == 0:
+    print("stdin", rank.incarnation, sys.stdin.read())
+print("mode", rank.begin())
+while True:
+    members = rank.next_generation()
+    print("members", members)
+    if rank.generation["number"] == 1:
+        rank.send("progress", step=1)
+        if rank.slot == 0:
+            print("child", subprocess.Popen(["sleep", "60"]).pid)
+            os.kill(os.getpid(), signal.SIGKILL)
+    if rank.generation["incarnations"].get(0) == 1:
+        break
+rank.send("end", call=0)
+print("unfinished line", end="")
+"""
+
+
+def test_killed_rank_is_back_at_once_and_the_job_ends_well(start: Start, tmp_path: Path) -> None:
+    job = start(RESPAWN, 3, "a b", "--c", stdin=b"typed")
+    assert job.finish() == 0
+    lines = job.output.splitlines()
+    assert re.findall(r"^\[slot 0\] mode (\w+)$", job.output, re.M) == ["start", "join"]
+    assert "[slot 1] members [1, 2]" in lines
+    assert all(f"[slot {slot}] members [1, 2, 0]" in lines for slot in range(3))
+    assert all(lines.count(f"[slot {slot}] unfinished line") == 1 for slot in range(3))
+    assert re.findall(r"^\[slot 0\] stdin (.*)$", job.output, re.M) == ["0 typed", "1 "]
+    notices = [line for line in lines if line.startswith("[lightning-ft]")]
+    assert len(notices) == 1
+    assert re.fullmatch(r"\[lightning-ft\] Slot 0 \(pid \d+\) died \(SIGKILL\); respawning \(1 of 3\)\.", notices[0])
+    starts = re.findall(r"start ([\d.]+) (\w+) (.*)", job.output)
+    assert len(starts) == 4
+    assert {(torch, rest) for _, torch, rest in starts} == {("True", f"['a b', '--c'] {ROOT} True")}
+    events = [json.loads(line) for line in (tmp_path / "supervisor.jsonl").read_text().splitlines()]
+    death = next(event["t"] for event in events if event["event"] == "exit" and event["how"] == "SIGKILL")
+    assert float(starts[-1][0]) - death < 1.0, "it was not forked"
+    assert [event["members"] for event in events if event["event"] == "generation"] == [[0, 1, 2], [1, 2], [1, 2, 0]]
+    assert events[-1]["event"] == "finish"
+    (child,) = re.findall(r"child (\d+)", job.output)
+    assert not os.path.exists(f"/proc/{child}"), "what a dead rank left behind lives on"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "shown"),
+    [
+        ("rank = ImitatedRank(); rank.begin(); rank.raise_error(ValueError('no'))", 1, "Traceback of ValueError: no"),
+        ("if ImitatedRank().slot: sys.exit(7)\nsignal.pause()", 7, "ended before the first step (exit code 7)"),
+        ("1 / 0", 1, "ended before the first step (exit code 1)"),
+        ("import no_such_module", 1, "ended before the first step (exit code 1)"),
+        (
+            "rank = ImitatedRank(max_restarts=0); rank.begin(); rank.next_generation()\n"
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "All ranks are gone",
+        ),
+        ("print('done')", 0, "done"),
+    ],
+)
+def test_exit_code_is_that_of_the_first_cause(start: Start, script: str, code: int, shown: str) -> None:
+    job = start(script, 3)
+    assert job.finish() == code, job.output
+    assert job.output.count(shown) == (3 if code == 0 else 1)
+
+
+def test_slot_that_keeps_dying_stays_out_and_the_others_finish(start: Start) -> None:
+    job = start(
+        """
+rank = ImitatedRank(max_restarts=1)
+rank.begin()
+for _ in range(4):
+    print("members", rank.next_generation())
+    rank.send("progress", step=1)
+    if rank.slot == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+rank.send("end", call=0)
+""",
+        2,
+    )
+    assert job.finish() == 0
+    assert re.findall(r"^\[slot 0\] members (.*)$", job.output, re.M) == ["[0, 1]", "[0]", "[0, 1]", "[0]"]
+    assert re.findall(r"died \(SIGKILL\); (.*)", job.output) == [
+        "respawning (1 of 1).",
+        "it stays out after 1 respawn.",
+    ]
+
+
+def test_death_of_the_supervisor_leaves_no_process(start: Start) -> None:
+    job = start("ImitatedRank().begin(); print('up'); signal.pause()", 3)
+    job.wait_for("up", 3)
+    descriptors = [os.pidfd_open(pid) for pid in job.children()]
+    os.kill(job.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10.0
+    try:
+        for descriptor in descriptors:
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, "a process outlived the supervisor"
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def test_termination_reaches_every_rank_once_and_ends_the_job_with_143(start: Start) -> None:
+    job = start(
+        """
+def leave(*_):
+    print("asked to leave")
+    sys.exit(143 if rank.slot else 0)
+signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGUSR1, lambda *_: print("asked for news"))
+rank = ImitatedRank()
+rank.begin()
+rank.next_generation()
+rank.send("progress", step=1)
+print("up")
+while True:
+    signal.pause()
+""",
+        3,
+    )
+    job.wait_for("up", 3)
+    os.kill(job.pid, signal.SIGUSR1)
+    job.wait_for("asked for news", 3)
+    os.kill(job.pid, signal.SIGTERM)
+    assert job.finish() == 143
+    assert job.output.count("asked to leave") == 3
+    assert "respawning" not in job.output
+
+
+def test_lines_of_ranks_that_write_at_once_stay_whole(start: Start) -> None:
+    job = start(
+        """
+slot = int(os.environ["LIGHTNING_FT_SLOT"])
+for number in range(500):
+    line = f"<{slot}:{number}:{'x' * 300}>"
+    for part in (line[:100], line[100:] + "\\n"):
+        os.write(1 + number % 2, part.encode())
+""",
+        3,
+    )
+    assert job.finish() == 0
+    expected = [f"[slot {slot}] <{slot}:{number}:{'x' * 300}>" for slot in range(3) for number in range(500)]
+    assert sorted(job.output.splitlines()) == sorted(expected)
+
+
+def test_rank_starts_from_nothing_once_the_zygote_is_gone(start: Start) -> None:
+    job = start(
+        """
+rank = ImitatedRank()
+rank.begin()
+while 1:
+    members = rank.next_generation()
+    print("up", os.getpid(), forked, members)
+    rank.send("progress", step=1)
+    if rank.generation["incarnations"].get(1) == 1:
+        break
+rank.send("end", call=0)
+""",
+        2,
+    )
+    pids = {slot: int(pid) for slot, pid in job.wait_for(r"\[slot (\d)\] up (\d+) True", 2)}
+    (zygote_pid,) = job.children() - set(pids.values())
+    os.kill(zygote_pid, signal.SIGKILL)
+    job.wait_for("Respawns take longer from now on")
+    os.kill(pids["1"], signal.SIGKILL)
+    assert job.finish() == 0
+    assert re.search(r"\[slot 1\] up \d+ False \[0, 1\]", job.output)
+
+
+def test_program_may_be_a_module_or_code(zygote: Zygote, tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text("import sys\nprint(__name__, __package__, sys.argv, sys.path[0])")
+    job = Job(zygote, ["--num-slots", "2", "--", "-m", "pkg.train", "x y"], cwd=tmp_path)
+    assert job.finish() == 0
+    expected = f"__main__ pkg {[str(package / 'train.py'), 'x y']} {tmp_path}"
+    assert sorted(job.output.splitlines()) == [f"[slot {slot}] {expected}" for slot in range(2)]
+    job.close()
+    code = "import sys; print(__name__, sys.argv, sys.path[:1])"
+    job = Job(zygote, ["--num-slots", "2", "--", "-c", code, "-m", "x"])
+    assert job.finish() == 0
+    expected = "__main__ ['-c', '-m', 'x'] ['']"
+    assert sorted(job.output.splitlines()) == [f"[slot {slot}] {expected}" for slot in range(2)]
+    job.close()
