@@ -1,6 +1,7 @@
 """The training that the benchmarks run: a small regression, plain Lightning, under the strategy that is asked for."""
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -10,11 +11,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
-from lightning_ft.testing import FaultPlan
 
 WIDTHS = {"0.01M": (64, 2), "0.1M": (208, 3), "10M": (1820, 4)}
 """Hidden width and number of hidden layers, by parameters."""
@@ -59,6 +60,10 @@ class Network(LightningModule):
             time.sleep(self.work)
         return nn.functional.mse_loss(self.network(inputs), targets)
 
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        inputs, targets = batch
+        self.log("val_loss", nn.functional.mse_loss(self.network(inputs), targets), sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
@@ -84,6 +89,36 @@ class StepTimer(Callback):
             Path(self.path).write_text(json.dumps(steps))
 
 
+class StopFile(Callback):
+    """Ends the training after the step in which rank 0 sees a file.
+
+    Args:
+        path: The file.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.global_step % 10 == 0:
+            trainer.should_stop = trainer.strategy.broadcast(os.path.exists(self.path))
+
+
+class Checksums(Callback):
+    """Records what each rank holds every so many steps, so that ranks which diverge are found."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step % 25 == 0:
+            digest = hashlib.sha256()
+            for tensor in pl_module.state_dict().values():
+                digest.update(tensor.numpy().tobytes())
+            for state in trainer.optimizers[0].state.values():
+                for value in state.values():
+                    digest.update(torch.as_tensor(value).numpy().tobytes())
+            trainer.strategy.events.emit("checksum", step=trainer.global_step, digest=digest.hexdigest()[:16])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--strategy", choices=["ft", "ddp"], default="ft")
@@ -95,16 +130,19 @@ def main() -> None:
     parser.add_argument("--work", type=float, default=0.0)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--times", default=None, help="File for the duration of each step.")
-    parser.add_argument("--faults", default="[]", help="A FaultPlan as JSON.")
     parser.add_argument("--max-restarts", type=int, default=3)
+    parser.add_argument("--stop-file", default=None, help="End when this file appears.")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--validate", action="store_true", help="Validate and save checkpoints, too.")
     parser.add_argument("--directory", default=".")
     options = parser.parse_args()
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
-    callbacks: list[Callback] = [FaultPlan.from_json(options.faults)] if options.faults != "[]" else []
-    callbacks += [StepTimer(options.times)] if options.times else []
+    callbacks: list[Callback] = [StepTimer(options.times)] if options.times else []
+    callbacks += [StopFile(options.stop_file), Checksums()] if options.stop_file else []
+    callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
     per_epoch = options.epoch_steps or options.steps
     trainer = Trainer(
         accelerator="cpu",
@@ -114,13 +152,17 @@ def main() -> None:
         callbacks=callbacks,
         default_root_dir=os.path.abspath(options.directory),
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=options.validate,
+        accumulate_grad_batches=options.accumulate,
+        val_check_interval=0.5 if options.validate else None,
+        num_sanity_val_steps=0,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     data = Regression(per_epoch * options.batch_size * options.devices)
     loader = DataLoader(data, batch_size=options.batch_size, shuffle=True, num_workers=options.workers)
-    trainer.fit(Network(options.size, options.work), loader)
+    validation = DataLoader(Regression(8 * options.batch_size), batch_size=options.batch_size)
+    trainer.fit(Network(options.size, options.work), loader, validation if options.validate else None)
 
 
 if __name__ == "__main__":

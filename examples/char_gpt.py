@@ -24,7 +24,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
@@ -138,6 +138,7 @@ class PythonSource(LightningDataModule):
                 break
         text = text[:num_characters]
         self.characters = sorted(set(text))
+        self.num_characters = len(self.characters)
         index = {character: i for i, character in enumerate(self.characters)}
         tokens = torch.tensor([index[character] for character in text])
         cut = num_chunks * length + 1
@@ -237,7 +238,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(CharGPT(len(data.characters)), datamodule=data)
+    trainer.fit(CharGPT(data.num_characters), datamodule=data)
     if trainer.is_global_zero:
         record = audit(read_events(trainer.strategy.event_directory))
         text, good = summary(record, timeline.identical)

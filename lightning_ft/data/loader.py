@@ -256,7 +256,7 @@ class _Upcoming:
         return map(self._indices, tickets)
 
 
-class _of_one_replica:  # noqa: N801
+class _of_one_replica:
     """Makes a ``DistributedSampler`` yield its whole order, unpadded, for a while."""
 
     def __init__(self, sampler: Any) -> None:

@@ -120,7 +120,11 @@ class Collectives:
         def body(exchange: Exchange) -> bytes:
             (length,) = struct.unpack("=q", exchange.inline[min(src, exchange.size - 1)])
             if exchange.rank == src and length == len(value):
-                buffer = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+                buffer = (
+                    torch.frombuffer(bytearray(value), dtype=torch.uint8)
+                    if value
+                    else torch.empty(0, dtype=torch.uint8)
+                )
             else:
                 buffer = torch.empty(length, dtype=torch.uint8)
             if length:

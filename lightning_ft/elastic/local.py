@@ -334,7 +334,9 @@ class LocalEngine:
         behind = [r for r in settled if table[r].sequence < ahead]
         if any(table[r].sequence != ahead - 1 for r in behind):
             counts = [table[r].sequence for r in settled]
-            raise ReconfigurationError(self._generation, 1, f"ranks completed {counts} operations; at most 1 apart expected")
+            raise ReconfigurationError(
+                self._generation, 1, f"ranks completed {counts} operations; at most 1 apart expected"
+            )
         source = next(r for r in settled if table[r].sequence == ahead)
         if rank == source and behind:
             state = encode(self._last)
@@ -381,7 +383,9 @@ class LocalEngine:
         elif rank in joiners:
             received = receive_state(group, source)
             if received["error"]:
-                raise ReconfigurationError(self._generation, 1, f"rank {source} could not collect it:\n{received['error']}")
+                raise ReconfigurationError(
+                    self._generation, 1, f"rank {source} could not collect it:\n{received['error']}"
+                )
             outcome.state = (received["state"],)
             joined = received["joined"]
             self._sequence, self._last = table[source].sequence + 1, {"joined": joined}

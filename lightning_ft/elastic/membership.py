@@ -158,6 +158,8 @@ class Membership:
             self._generations.complete(rank)
 
     def _on_exception(self, rank: Rank, message: Raised, now: float) -> None:
+        if rank.raised is not None:
+            return  # said twice, by the strategy and by the interpreter's hook
         rank.raised = message
         if self._verdict is not None or (self._signal is not None and message["exception"] in _TERMINATIONS):
             return

@@ -47,7 +47,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def size(self) -> int:
         return len(self._engine.members) or self._engine.num_slots
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "gloo"
 
     def name(self) -> str:

@@ -17,6 +17,8 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any, NoReturn
 
+from lightning_ft.elastic.last_words import report_uncaught
+
 
 def restore_signals() -> None:
     """Give every signal that Python code of this process handles its default handling back."""
@@ -69,6 +71,7 @@ def run(program: Sequence[str], flags: Sequence[str] = ()) -> NoReturn:
         flags: Interpreter flags of the command line, for ``sys.orig_argv``.
 
     """
+    report_uncaught()
     sys.orig_argv = [sys.executable, *flags, *program]
     # Py_Exit and not sys.exit: nothing of whoever called us may see an exception, or run again.
     ctypes.pythonapi.Py_Exit(_run(program))

@@ -352,21 +352,21 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def accept(listener: socket.socket) -> tuple[Channel[FromRank], int] | None:
-    """Accept one rank; return its non-blocking channel and its process id, or None if it was not for us.
+    """Accept one rank; return its non-blocking channel and its process id, or None if nobody waits.
 
     Abstract sockets have no permissions: another user's process is turned away here.
     """
-    try:
-        sock, _ = listener.accept()
-    except (BlockingIOError, ConnectionAbortedError):
-        return None
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", credentials)
-    if uid != os.getuid():
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return None
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        pid, uid, _ = struct.unpack("3i", credentials)
+        if uid == os.getuid():
+            sock.setblocking(False)
+            return Channel[FromRank](sock), pid
         sock.close()
-        return None
-    sock.setblocking(False)
-    return Channel[FromRank](sock), pid
 
 
 def connect(address: str) -> Channel[FromSupervisor]:

@@ -163,7 +163,7 @@ def _obstacle() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"it needs Linux, this is {sys.platform}"
     if (count := num_threads()) > 1:
-        return f"the imports started {count - 1} threads"
+        return f"the imports started {count - 1} threads (OPENBLAS_NUM_THREADS=1 may avoid that)"
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "the imports initialised CUDA"

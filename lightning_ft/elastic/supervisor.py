@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 from lightning_ft.elastic import program, protocol
@@ -43,7 +43,7 @@ class _Process:
     slot: int
     incarnation: int
     pid: int
-    channel: Channel[FromRank] | None = None
+    channels: list[Channel[FromRank]] = field(default_factory=list)  # the first is answered; others bring last words
 
 
 class Supervisor:
@@ -154,6 +154,8 @@ class Supervisor:
             pid = peeked.si_pid
             if pid not in self._processes:
                 self._starter.settle()  # it may be a rank that was faster than the news of its start
+            while self._accept():
+                pass  # what it said before it ended
             if pid in self._processes:
                 end_group(pid)  # before the next line: until then nobody else can have this number
             _, status = os.waitpid(pid, 0)
@@ -163,35 +165,36 @@ class Supervisor:
                 self._bury(process, os.waitstatus_to_exitcode(status))
 
     def _bury(self, process: _Process, code: int) -> None:
-        if process.channel is not None:
-            self._receive(process, process.channel)  # its last words explain its end
-        if process.channel is not None:
-            self._hang_up(process, process.channel)
+        for channel in list(process.channels):
+            self._receive(process, channel)  # its last words explain its end
+            self._hang_up(process, channel)
         del self._slots[process.slot]
         self._output.close(process.slot)
         self._membership.exited(process.slot, process.incarnation, code, time.monotonic())
 
     # The control channel.
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Accept one connection; return whether there was one."""
         accepted = protocol.accept(self._listener)
         if accepted is None:
-            return
+            return False
         channel, pid = accepted
         if pid not in self._processes:
             self._starter.settle()
         process = self._processes.get(pid)
-        if process is None or process.channel is not None:
+        if process is None:
             log.warning("Process %d asked to be a rank, but is none.", pid)
             channel.close()
-            return
-        process.channel = channel
+            return True
+        process.channels.append(channel)
         self._selector.register(channel, selectors.EVENT_READ, lambda: self._converse(process, channel))
+        return True
 
     def _converse(self, process: _Process, channel: Channel[FromRank]) -> None:
         with contextlib.suppress(OSError):  # receive will see the same
             channel.flush()
-        self._watch(channel, process)
+        self._watch(channel)
         self._receive(process, channel)
         if channel.eof:
             self._hang_up(process, channel)
@@ -218,15 +221,17 @@ class Supervisor:
 
     def _send(self, slot: int, message: protocol.FromSupervisor) -> None:
         process = self._slots.get(slot)
-        if process is None or process.channel is None:
+        if process is None or not process.channels:
             return
+        channel = process.channels[0]
         try:
-            process.channel.send(message)
+            channel.send(message)
         except OSError:
             return  # it is ending; SIGCHLD will say so
-        self._watch(process.channel, process)
+        self._watch(channel)
 
-    def _watch(self, channel: Channel[FromRank], process: _Process) -> None:
+    def _watch(self, channel: Channel[FromRank]) -> None:
+        """Ask for the moment when a rank takes what it did not take yet."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.pending else 0)
         key = self._selector.get_key(channel)
         if key.events != events:
@@ -235,7 +240,7 @@ class Supervisor:
     def _hang_up(self, process: _Process, channel: Channel[FromRank]) -> None:
         self._selector.unregister(channel)
         channel.close()
-        process.channel = None
+        process.channels.remove(channel)
 
     # Signals.
 
@@ -267,7 +272,7 @@ class Supervisor:
 
 
 def _start_store() -> TCPStore:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     return TCPStore(_STORE_HOST, 0, is_master=True, wait_for_workers=False)
 

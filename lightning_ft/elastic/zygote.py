@@ -69,8 +69,9 @@ class Zygote:
             try:
                 end_with_parent(parent)
                 _serve(there)
-            finally:
-                os._exit(1)
+            except BaseException:  # whatever it is: this process must not run on into its parent's code
+                sys.excepthook(*sys.exc_info())
+            os._exit(1)
         there.close()
         return cls(here, pid)
 
@@ -166,11 +167,12 @@ def _serve(sock: socket.socket) -> NoReturn:
     os.setsid()  # a Ctrl-C in the terminal is for the supervisor alone
     flags, _ = split(sys.orig_argv)
     while True:
-        header, stdio, _, _ = socket.recv_fds(sock, _LENGTH.size, 3)
-        if not header:
-            os._exit(0)
-        header += _receive(sock, _LENGTH.size - len(header))
-        request: dict[str, Any] = json.loads(_receive(sock, *_LENGTH.unpack(header)))
+        try:
+            header, stdio, _, _ = socket.recv_fds(sock, _LENGTH.size, 3)
+            header += _receive(sock, _LENGTH.size - len(header))
+            request: dict[str, Any] = json.loads(_receive(sock, *_LENGTH.unpack(header)))
+        except ConnectionError:
+            os._exit(0)  # nobody is left who could ask for anything
         pid = _fork_orphan()
         if pid == 0:
             sock.close()

@@ -31,6 +31,8 @@ class BufferSync:
         """
         buffers = list(self._module.buffers())
         if self._due and buffers:
-            for buffer, value in zip(buffers, self._collectives.broadcast_tensors(buffers, label="buffers"), strict=True):
+            for buffer, value in zip(
+                buffers, self._collectives.broadcast_tensors(buffers, label="buffers"), strict=True
+            ):
                 buffer.detach().copy_(value)
         self._due = torch.is_grad_enabled() and synchronize_gradients

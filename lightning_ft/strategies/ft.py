@@ -1,10 +1,8 @@
 """FTStrategy: Lightning's Strategy contract on an elastic engine, a few lines a method."""
 
-import logging
 import os
-import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,17 +33,13 @@ from lightning_ft.elastic.options import Policy, SupervisionOptions
 from lightning_ft.elastic.process_group import install_once
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.events.log import EventLog
-from lightning_ft.strategies import joining, leadership
+from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
-from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
-from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.files import write_atomically
-from lightning_ft.strategies.ghost import ghost_step
 from lightning_ft.strategies.launcher import ElasticLauncher
+from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.reduction import GradientReducer
 from lightning_ft.strategies.startup import StartupRecord
-
-log = logging.getLogger(__name__)
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _REDUCE_OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
@@ -98,20 +92,11 @@ class FTStrategy(ParallelStrategy):
         self.events = EventLog(slot=0, incarnation=0)
         self.event_directory: Path | None = None
         self._startup = StartupRecord(self.engine)
-        self._shards = EvaluationShards()
-        self._trainer: Trainer | None = None
+        self._live: LiveTraining | None = None
         self._reducer: GradientReducer | None = None
         self._buffers: BufferSync | None = None
-        self._loader: ElasticLoader | None = None
-        self._resources = ExitStack()
-        self._batch = ExitStack()
         self._synchronize_gradients = True
         self._micro_batches: list[bool] = []
-        self._reduced: dict[str, Any] = {}
-        self._join_agreed = False
-        self._received_state: dict[str, Any] | None = None
-        self._logger_versions: list[Any] = []
-        self._asked_to_stop = False
 
     # Ranks.
 
@@ -132,7 +117,7 @@ class FTStrategy(ParallelStrategy):
     def global_rank(self) -> int:
         environment = RankEnvironment.from_environ(os.environ)
         if isinstance(self.engine, SoloEngine):
-            return 0 if environment is None or environment.incarnation == 0 and environment.slot == 0 else 1
+            return 0 if environment is None or (environment.incarnation == 0 and environment.slot == 0) else 1
         return self.engine.rank
 
     @property
@@ -148,7 +133,7 @@ class FTStrategy(ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
-        return len(self.engine.members) if self.engine.members and not self.engine.alone else self.num_processes
+        return len(self.engine.members) or self.num_processes
 
     @property
     @override
@@ -209,7 +194,10 @@ class FTStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
-        self._trainer = trainer
+        assert self.lightning_module is not None
+        self._live = LiveTraining(
+            trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup
+        )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
@@ -219,13 +207,12 @@ class FTStrategy(ParallelStrategy):
         self._same_start()
         if fitting:
             self._reducer = GradientReducer(self.model.parameters(), self.engine)
-            self._resources.callback(self._reducer.close)
             self._buffers = BufferSync(self.model, self.collectives)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
-            self._enter_training_loop(trainer)
+            self._live.enter()
         self._open_event_log(trainer)
 
     @override
@@ -247,120 +234,49 @@ class FTStrategy(ParallelStrategy):
             self.events.open(self.event_directory)
             self.engine.report_log(str(self.event_directory))
 
-    def _enter_training_loop(self, trainer: Trainer) -> None:
-        """Get a word in before every batch, and keep Lightning from synchronizing ranks on its own for each of them."""
-        epoch_loop = trainer.fit_loop.epoch_loop
-        advance = epoch_loop.advance
-        if not hasattr(advance, "__wrapped_by_ft__"):
-
-            def advance_elastically(data_fetcher: Any) -> None:
-                self._before_batch()
-                with self._batch:  # ends a ghost step, if this becomes one
-                    advance(data_fetcher)
-
-            advance_elastically.__wrapped_by_ft__ = True  # type: ignore[attr-defined]
-            epoch_loop.advance = advance_elastically  # type: ignore[method-assign]
-        epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign,assignment]
-
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        self._asked_to_stop = True  # the ranks agree on the last step in the next reduction
-
     # Data.
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._trainer
-        if isinstance(self.engine, SoloEngine) or trainer is None:
+        if isinstance(self.engine, SoloEngine):
             return dataloader
+        assert self._live is not None
+        trainer = self._live.trainer
         if not trainer.training:
-            self._shards.add(dataloader)
+            self._live.shards.add(dataloader)
             return dataloader
-        self._check_train_loader(dataloader)
-        assert isinstance(dataloader, DataLoader)
+        source = _check_train_loader(dataloader)
         loader = ElasticLoader(
-            dataloader,
+            source,
             self.engine.slot,
             self.engine.num_slots,
             current_epoch=lambda: trainer.fit_loop.epoch_progress.current.processed,
             agree=self._agree_on_order,
-            limit=trainer.limit_train_batches if trainer.limit_train_batches is not None else 1.0,
+            limit=1.0 if trainer.limit_train_batches is None else trainer.limit_train_batches,
         )
-        loader.live = tuple(sorted(self.engine.members)) if not self.engine.alone else loader.live
-        loader.deferred = self.engine.alone
-        loader.on_take = lambda: self._on_take(trainer, loader)
         _auto_add_worker_init_fn(loader, self.engine.slot)
-        self._loader = loader
+        self._live.follow_loader(loader)
         return loader
 
-    def _check_train_loader(self, dataloader: object) -> None:
-        if not isinstance(dataloader, DataLoader) or not isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
-            kind = type(getattr(dataloader, "dataset", dataloader)).__name__
-            raise MisconfigurationException(
-                f"`FTStrategy` deals out the samples of a `DataLoader` over a map-style dataset, but got {kind}. Iterable"
-                " datasets, other loaders and `Trainer(use_distributed_sampler=False)` without a `DistributedSampler` of"
-                " your own are not supported for training."
-            )
-
     def _agree_on_order(self, draw: Callable[[], Tensor]) -> Tensor:
-        packed = draw() if self.engine.alone or self.engine.rank == 0 else torch.empty(0, dtype=torch.int64)
-        return self.broadcast(packed)
+        mine = draw() if self.engine.alone or self.engine.rank == 0 else None
+        order: Tensor = self.broadcast(mine)
+        return order
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._live is not None:
+            self._live.reshard_evaluation()
 
     @override
     def on_train_start(self) -> None:
-        assert self._trainer is not None
-        combined = self._trainer.fit_loop._combined_loader
+        assert self._live is not None
+        combined = self._live.trainer.fit_loop._combined_loader
         if combined is not None and len(combined.flattened) > 1 and not isinstance(self.engine, SoloEngine):
             raise MisconfigurationException(
                 f"`FTStrategy` got {len(combined.flattened)} training dataloaders: expected 1. Combine the datasets, for"
                 " example with `torch.utils.data.ConcatDataset`."
             )
-
-    # Before every batch.
-
-    def _before_batch(self) -> None:
-        """Collective. At a step boundary: enter as a joiner, let joiners in."""
-        trainer = self._trainer
-        assert trainer is not None
-        if self._received_state is not None:
-            self._finish_joining(trainer)
-        if self._startup.open:
-            self._startup.close()
-            if not self.engine.alone:
-                self._logger_versions = self._logger_versions or self.broadcast(leadership.logger_versions(trainer))
-        if (self._join_agreed or self.engine.hold) and not self._micro_batches:
-            self._join_agreed = False
-            started = time.monotonic()
-            joined = self.engine.admit_joiners(lambda slots: self._hand_out(trainer, slots))
-            if self._loader is not None and joined:
-                self._loader.admit(joined)
-                set_length(trainer, self._loader)
-            self.events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
-        self._show_replicas(trainer)
-
-    def _show_replicas(self, trainer: Trainer) -> None:
-        if not isinstance(self.engine, SoloEngine):
-            replicas = f"{len(self.engine.members)}/{self.engine.num_slots}"
-            trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
-
-    def _on_take(self, trainer: Trainer, loader: ElasticLoader) -> None:
-        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
-            self.events.emit("epoch", epoch=loader.plan.epoch, num_tickets=loader.plan.num_tickets)
-        set_length_while_fetching(trainer, loader)
-        if loader.ticket is None:
-            assert self.lightning_module is not None
-            self._batch.enter_context(ghost_step(trainer, self.lightning_module, self.collectives))
-
-    # Joining.
-
-    def _hand_out(self, trainer: Trainer, slots: Any) -> dict[str, Any]:
-        assert self._loader is not None
-        return {
-            "training": joining.collect_state(trainer),
-            "loader": self._loader.state_dict(),
-            "live": sorted({*self._loader.live, *slots}),
-            "logger_versions": self._logger_versions,
-        }
 
     @property
     @override
@@ -371,55 +287,13 @@ class FTStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         if str(checkpoint_path) != joining.PEER_CHECKPOINT:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        trainer = self._trainer
-        assert trainer is not None
-        # All that a joiner can do alone comes first: from here on the others wait for it.
-        trainer.fit_loop.setup_data()
-        if trainer.fit_loop.epoch_loop._should_check_val_epoch():
-            trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.setup_data()
-            trainer.training = True
-        state = self.engine.join()
-        assert self._loader is not None
-        self._loader.load_handed_out(state["loader"], tuple(state["live"]))
-        self._logger_versions = state["logger_versions"]
-        self._received_state = state["training"]
-        return state["training"]["checkpoint"]  # type: ignore[no-any-return]
-
-    def _finish_joining(self, trainer: Trainer) -> None:
-        state, self._received_state = self._received_state, None
-        assert state is not None
-        self.engine.enter()
-        self.set_world_ranks()
-        joining.enter_loop(trainer, state)
-        if self._loader is not None:
-            set_length(trainer, self._loader)
-        self.events.emit("joined", step=trainer.global_step, epoch=trainer.current_epoch)
-
-    # Membership changes.
+        assert self._live is not None
+        return self._live.receive()
 
     def _on_change(self, change: Change) -> None:
         self.set_world_ranks()
-        trainer = self._trainer
-        if trainer is None:
-            return
-        if not (trainer.validating or trainer.sanity_checking or trainer.evaluating):
-            self._shards.follow(trainer, self.global_rank, self.world_size)
-        if change.before and change.before[0] != self.engine.slot and change.members[0] == self.engine.slot:
-            self.events.emit("leader", before=change.before[0])
-            assert self.lightning_module is not None
-            leadership.take_over(trainer, self.lightning_module, self._logger_versions)
-        self._tell(trainer, change)
-
-    def _tell(self, trainer: Trainer, change: Change) -> None:
-        if self.engine.rank != 0:
-            return
-        alive = f"{len(change.members)} of {self.engine.num_slots} replicas"
-        for slot, how in change.dead:
-            log.warning("Slot %s died (%s) at step %s; %s go on.", slot, how, trainer.global_step, alive)
-        joined = sorted(set(change.members) - set(change.before))
-        if change.reason == "join" and joined:
-            log.info("Slots %s are back at step %s; %s.", joined, trainer.global_step, alive)
+        if self._live is not None:
+            self._live.after_change(change)
 
     def set_world_ranks(self) -> None:
         """Have everything that asks for the rank see the live one."""
@@ -456,28 +330,20 @@ class FTStrategy(ParallelStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        counts = self._loader is None or self._loader.ticket is not None
-        self._micro_batches.append(counts)
-        if self._synchronize_gradients and self._reducer is not None:
-            self._reducer.arm(sum(self._micro_batches), len(self._micro_batches), stop=self._asked_to_stop)
-        self.precision_plugin.backward(closure_loss if counts else closure_loss * 0.0, module, optimizer, *args, **kwargs)
-        if self._synchronize_gradients and self._reducer is not None:
-            self._finish_reduction(self._reducer)
+        reducer, live = self._reducer, self._live
+        assert reducer is not None
+        assert live is not None
+        self._micro_batches.append(live.has_own_batch)
+        if self._synchronize_gradients:
+            reducer.arm(sum(self._micro_batches), len(self._micro_batches), stop=live.asked_to_stop)
+        loss = closure_loss if live.has_own_batch else closure_loss * 0.0
+        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if self._synchronize_gradients:
+            live.after_reduction(reducer.finish())
+            self._micro_batches.clear()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
-
-    def _finish_reduction(self, reducer: GradientReducer) -> None:
-        assert self._trainer is not None
-        reduced = reducer.finish()
-        self._micro_batches.clear()
-        self._join_agreed = self._join_agreed or reduced.join
-        if reduced.stop:
-            self._trainer._signal_connector.received_sigterm = True
-        if self._loader is not None:
-            done = self._loader.commit(reduced.members)
-            set_length(self._trainer, self._loader)
-            self._reduced = {"epoch": self._loader.plan.epoch, "tickets": done, "members": list(reduced.members)}
 
     @override
     def optimizer_step(
@@ -488,10 +354,10 @@ class FTStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._trainer is not None:
-            step = self._trainer.global_step + 1
-            self.events.emit("step", step=step, **self._reduced)
-            self.engine.report_progress(step)
+        assert self._live is not None
+        step = self._live.trainer.global_step + 1
+        self.events.emit("step", step=step, **self._live.committed)
+        self.engine.report_progress(step)
         return output
 
     # Collectives.
@@ -549,7 +415,8 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._resources.close()
+        if self._reducer is not None:
+            self._reducer.close()
         self._reducer = self._buffers = None
         super().teardown()
 
@@ -559,6 +426,17 @@ class FTStrategy(ParallelStrategy):
         for name in (cls.strategy_name, f"{cls.__module__}.{cls.__qualname__}".lower(), "lightning_ft.ftstrategy"):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="Data parallel, outlives the death of ranks.")
+
+
+def _check_train_loader(dataloader: object) -> DataLoader[Any]:
+    if isinstance(dataloader, DataLoader) and isinstance(dataloader.sampler, DistributedSampler):
+        return dataloader
+    kind = type(getattr(dataloader, "dataset", dataloader)).__name__
+    raise MisconfigurationException(
+        f"`FTStrategy` deals out the samples of a `DataLoader` over a map-style dataset, but got {kind}. For training,"
+        " iterable datasets, other loaders and `Trainer(use_distributed_sampler=False)` without a `DistributedSampler`"
+        " of your own are not supported."
+    )
 
 
 # `Trainer` accepts a `torch.compile`d module only under strategies that it knows.

@@ -19,7 +19,8 @@ from lightning_ft.events.log import Events, read_events
 from lightning_ft.testing.fault_plan import ENVIRONMENT_VARIABLE, FaultPlan
 from lightning_ft.testing.processes import Process, fork_server
 
-_TAIL = 4000  # characters of output in an error
+_TAIL = 12000  # characters of output in an error
+_TIME_TO_SAY_WHERE = 2.0
 
 
 @dataclass(frozen=True)
@@ -220,6 +221,9 @@ def _wait(processes: Sequence[Process], deadline: float) -> list[int] | None:
     """Return the exit codes, or None if they did not all end in time; nothing is left of them either way."""
     try:
         codes = [process.wait(deadline - time.monotonic()) for process in processes]
+        for process, code in zip(processes, codes, strict=True):
+            if code is None:
+                process.abort_tree(_TIME_TO_SAY_WHERE)
     finally:
         for process in processes:
             process.kill_tree()

@@ -39,6 +39,16 @@ class Process:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self._code
 
+    def abort_tree(self, timeout: float) -> None:
+        """Have all descendants print where they are and end; return when this process ended too, or after ``timeout``.
+
+        It itself is left alone, since it may be the one that forwards their output.
+        """
+        for pid in descendants(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+        self.wait(timeout)
+
     def kill_tree(self) -> None:
         """End it, if it still runs, and all its descendants. May be called twice."""
         if self._code is not None:
@@ -59,7 +69,11 @@ class ForkServer:
 
     def __init__(self) -> None:
         become_subreaper()  # the parent of what the server forks: it can wait for it, and is outlived by none of it
-        self._zygote = Zygote.exec()
+        os.environ["PYTHONFAULTHANDLER"] = "1"  # so that a process that is aborted says where it was
+        try:
+            self._zygote = Zygote.exec()
+        finally:
+            del os.environ["PYTHONFAULTHANDLER"]
 
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], directory: Path, stdout: Path, stderr: Path

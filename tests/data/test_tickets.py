@@ -177,6 +177,14 @@ def test_a_respawned_slot_continues_with_the_ticket_it_died_on() -> None:
     assert plan.round == 0
 
 
+def test_a_respawn_faster_than_the_news_of_the_death_begins_with_the_ticket_in_flight() -> None:
+    plan = TicketPlan(20, 2)
+    plan.take([0, 1])
+    plan.add(1)
+    assert plan.commit([0, 1]) == {0: [0], 1: []}
+    assert plan.take([0, 1]) == {0: 2, 1: 1}
+
+
 def test_the_stream_of_a_dead_slot_is_dealt_out_when_the_live_ones_are_used_up() -> None:
     plan = TicketPlan(9, 3)
     taken = []

@@ -206,6 +206,13 @@ def test_a_small_view_of_a_huge_memory_sends_only_what_it_needs() -> None:
     assert_same(send(base[500_001:500_011]), base[500_001:500_011])
 
 
+def test_views_of_different_types_share_a_memory_that_begins_in_the_middle_of_an_element() -> None:
+    base = torch.arange(64, dtype=torch.uint8)
+    state = {"bytes": base[17:19], "floats": base[20:28].view(torch.float32)}
+    assert_same(send(state), state)
+    assert len(encode(state).storages) == 1
+
+
 def test_storages_are_the_memory_of_the_tensors_not_copies() -> None:
     tensor = torch.zeros(4)
     storage = encode({"a": tensor}).storages[0]

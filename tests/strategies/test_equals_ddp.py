@@ -18,9 +18,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def checkpoint_contents(directory: Path) -> dict[str, Any]:
-    return {
-        str(path.relative_to(directory)): torch.load(path, weights_only=True) for path in directory.rglob("*.ckpt")
-    }
+    contents: dict[str, Any] = {}
+    for path in directory.rglob("*.ckpt"):
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")  # the position in the data, ours alone
+        contents[str(path.relative_to(directory))] = checkpoint
+    return contents
 
 
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)

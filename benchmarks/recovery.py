@@ -1,0 +1,92 @@
+"""What a death and a return cost: kills of random ranks at random moments of a training with three ranks.
+
+``stall_ms``: from the signal to the next commit of a survivor that knows of it, beyond a median step. ``respawn_s``: from
+there to the new incarnation's first commit. ``join_gap_ms``: the others' longest step around the admission, beyond a median
+one. ``steps_lost``: optimizer steps that no rank committed.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.killer import Killer
+from lightning_ft.events.audit import Audit, audit
+from lightning_ft.events.log import read_events
+
+
+def measure(kills: int, seed: int, size: str, work: float) -> Audit:
+    """Run one training with ``kills`` deaths and return what its events add up to."""
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--devices", "3", "--size", size]
+        command += ["--work", str(work), "--steps", "100000", "--epoch-steps", "500", "--max-restarts", "1000"]
+        command += ["--stop-file", str(root / "stop"), "--directory", directory]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
+            killer = Killer(root)
+            deadline = time.monotonic() + 120 + 10 * kills
+            while killer.num_killed < kills and job.poll() is None and time.monotonic() < deadline:
+                time.sleep(chance.uniform(0.8, 1.6))
+                settled = killer.settled()
+                if len(settled) == 3:
+                    slot = chance.choice(sorted(settled))
+                    killer.kill([(slot, settled[slot])])
+                    print(f"kill {killer.num_killed} of {kills}: slot {slot}", flush=True)
+            while len(killer.settled()) < 3 and job.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.2)
+            (root / "stop").touch()
+            try:
+                output, _ = job.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                sys.exit("The training hung.")
+            if job.returncode:
+                sys.exit(f"The training ended with {job.returncode}:\n{output.decode()}")
+        assert killer.directory is not None
+        return audit(read_events(killer.directory))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Return median, 95th percentile and maximum."""
+    ordered = sorted(values)
+    return {
+        "p50": round(statistics.median(ordered), 3),
+        "p95": round(ordered[int(0.95 * (len(ordered) - 1))], 3),
+        "max": round(ordered[-1], 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", default="0.1M")
+    parser.add_argument("--work", type=float, default=0.01, help="Seconds that each step waits besides computing.")
+    options = parser.parse_args()
+    record = measure(options.kills, options.seed, options.size, options.work)
+    assert record.median_step is not None
+    stalls = [1e3 * (d.recovery - record.median_step) for d in record.deaths if d.recovery is not None]
+    gaps = [1e3 * join.gap for join in record.joins if join.gap is not None]
+    result = {
+        "stall_ms": spread(stalls),
+        "steps_lost": len(record.steps_lost) + len(record.conflicts),
+        "respawn_s": spread([death.respawn for death in record.deaths if death.respawn is not None]),
+        "join_gap_ms": spread(gaps),
+        "deaths": len(record.deaths),
+        "joins": len(record.joins),
+        "median_step_ms": round(1e3 * record.median_step, 2),
+        "problems": record.problems(unfinished_epoch=True),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

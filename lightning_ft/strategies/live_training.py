@@ -1,0 +1,210 @@
+"""A Trainer call while its membership changes: what happens between two batches, and what follows a change."""
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_ft.data.loader import ElasticLoader
+from lightning_ft.elastic.collectives import Collectives
+from lightning_ft.elastic.engine import Change, Engine
+from lightning_ft.events.log import EventLog
+from lightning_ft.strategies import joining, leadership
+from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
+from lightning_ft.strategies.evaluation import EvaluationShards
+from lightning_ft.strategies.ghost import ghost_step
+from lightning_ft.strategies.reduction import Reduced
+from lightning_ft.strategies.startup import StartupRecord
+
+log = logging.getLogger(__name__)
+
+
+class LiveTraining:
+    """Keeps one rank's trainer in step with the live ranks.
+
+    Args:
+        trainer: The trainer.
+        pl_module: Its module.
+        engine: Knows the membership.
+        collectives: Of the live ranks.
+        events: Where it is recorded.
+        startup: Ends with the first batch.
+
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        engine: Engine,
+        collectives: Collectives,
+        events: EventLog,
+        startup: StartupRecord,
+    ) -> None:
+        self.shards = EvaluationShards()
+        self.loader: ElasticLoader | None = None
+        self.committed: dict[str, Any] = {}
+        """What the step under way commits: its epoch, its tickets by slot, the slots in its average."""
+        self.trainer = trainer
+        self._pl_module = pl_module
+        self._engine = engine
+        self._collectives = collectives
+        self._events = events
+        self._startup = startup
+        self._batch = ExitStack()
+        self._in_window = False
+        self._join_agreed = False
+        self._asked_to_stop = False
+        self._received: dict[str, Any] | None = None
+        self._logger_versions: list[Any] | None = None
+
+    def enter(self) -> None:
+        """Get a word in before every batch, and keep Lightning from synchronizing the ranks on its own for each."""
+        epoch_loop = self.trainer.fit_loop.epoch_loop
+        advance = type(epoch_loop).advance.__get__(epoch_loop)
+
+        def advance_elastically(data_fetcher: Any) -> None:
+            self._before_batch()
+            with self._batch:  # ends a ghost step, if this becomes one
+                advance(data_fetcher)
+
+        epoch_loop.advance = advance_elastically  # type: ignore[method-assign]
+        epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        # Lightning's handler would broadcast inside the signal handler, which deadlocks unless all ranks get the signal.
+        connector = self.trainer._signal_connector
+        connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign,assignment]
+
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
+        self._asked_to_stop = True  # the ranks agree on the last step in the next reduction
+
+    # Batches.
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether this rank received SIGTERM."""
+        return self._asked_to_stop
+
+    @property
+    def has_own_batch(self) -> bool:
+        """Whether the batch under way counts; otherwise this rank only keeps the others company."""
+        return self.loader is None or self.loader.ticket is not None
+
+    def follow_loader(self, loader: ElasticLoader) -> None:
+        """Train from ``loader``."""
+        loader.deferred = self._engine.alone
+        if not self._engine.alone:
+            loader.live = tuple(sorted(self._engine.members))
+        loader.on_take = self._on_take
+        self.loader = loader
+
+    def after_reduction(self, reduced: Reduced) -> None:
+        """Take in what all ranks learned from the reduction of the step under way."""
+        self._in_window = False
+        self._join_agreed = self._join_agreed or reduced.join
+        if reduced.stop:
+            self.trainer._signal_connector.received_sigterm = True
+        if self.loader is not None:
+            done = self.loader.commit(reduced.members)
+            set_length(self.trainer, self.loader)
+            members = list(reduced.members)
+            self.committed = {"epoch": self.loader.plan.epoch, "tickets": done, "members": members}
+
+    def _on_take(self) -> None:
+        assert self.loader is not None
+        trainer, plan = self.trainer, self.loader.plan
+        self._in_window = True
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+            self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets)
+        set_length_while_fetching(trainer, self.loader)
+        if self.loader.ticket is None:
+            self._batch.enter_context(ghost_step(trainer, self._pl_module, self._collectives))
+
+    def _before_batch(self) -> None:
+        """Collective. At a batch boundary: enter as a joiner, let joiners in."""
+        if self._received is not None:
+            self._finish_joining(self._received)
+        if self._startup.open:
+            self._startup.close()
+            if self._logger_versions is None:
+                self._logger_versions = self._collectives.broadcast_object(leadership.logger_versions(self.trainer))
+        if (self._join_agreed or self._engine.hold) and not self._in_window:
+            self._admit()
+        replicas = f"{len(self._engine.members)}/{self._engine.num_slots}"
+        self.trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
+
+    # Joining.
+
+    def _admit(self) -> None:
+        self._join_agreed = False
+        started = time.monotonic()
+        joined = self._engine.admit_joiners(self._hand_out)
+        if self.loader is not None and joined:
+            self.loader.admit(joined)
+            set_length(self.trainer, self.loader)
+        self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
+
+    def _hand_out(self, joined: Sequence[int]) -> dict[str, Any]:
+        assert self.loader is not None
+        return {
+            "training": joining.collect_state(self.trainer),
+            "loader": self.loader.state_dict(),
+            "live": sorted({*self.loader.live, *joined}),
+            "logger_versions": self._logger_versions,
+        }
+
+    def receive(self) -> dict[str, Any]:
+        """Return the checkpoint that a live rank hands out to this joiner."""
+        trainer = self.trainer
+        # All that a joiner can do alone comes first: from here on the others wait for it.
+        trainer.fit_loop.setup_data()
+        if trainer.fit_loop.epoch_loop._should_check_val_epoch():
+            trainer.validating = True
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            trainer.training = True
+        state = self._engine.join()
+        assert self.loader is not None
+        self.loader.load_handed_out(state["loader"], tuple(state["live"]))
+        self._logger_versions = state["logger_versions"]
+        self._received = state["training"]
+        return state["training"]["checkpoint"]  # type: ignore[no-any-return]
+
+    def _finish_joining(self, state: dict[str, Any]) -> None:
+        self._received = None
+        self._engine.enter()
+        joining.enter_loop(self.trainer, state)
+        if self.loader is not None:
+            set_length(self.trainer, self.loader)
+        self._events.emit("joined", step=self.trainer.global_step, epoch=self.trainer.current_epoch)
+
+    # Changes.
+
+    def after_change(self, change: Change) -> None:
+        """Let the next evaluation and the leadership follow a change of membership."""
+        self.reshard_evaluation()
+        if change.before and change.before[0] != self._engine.slot and change.members[0] == self._engine.slot:
+            self._events.emit("leader", before=change.before[0])
+            leadership.take_over(self.trainer, self._pl_module, self._logger_versions or [])
+        if self._engine.rank == 0:
+            _tell(change, self._engine.num_slots, self.trainer.global_step)
+
+    def reshard_evaluation(self) -> None:
+        """Divide the next evaluation among the live ranks; one under way keeps its shards."""
+        trainer = self.trainer
+        if not (trainer.validating or trainer.sanity_checking or trainer.evaluating) and not self._engine.alone:
+            self.shards.follow(trainer, self._engine.rank, len(self._engine.members))
+
+
+def _tell(change: Change, num_slots: int, step: int) -> None:
+    alive = f"{len(change.members)} of {num_slots} replicas"
+    for slot, how in change.dead:
+        log.warning("Slot %s died (%s) in step %s; %s go on, the step was not lost.", slot, how, step + 1, alive)
+    joined = sorted(set(change.members) - set(change.before))
+    if change.reason == "join" and joined:
+        message = "Slot%s %s back at step %s; %s."
+        names = ", ".join(map(str, joined))
+        log.info(
+            message, "" if len(joined) == 1 else "s", f"{names} {'is' if len(joined) == 1 else 'are'}", step, alive
+        )
