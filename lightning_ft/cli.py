@@ -13,10 +13,12 @@ from lightning_ft.elastic.options import StartMethod
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one of the subcommands."""
+    words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="lightning-ft", description="Fault tolerance for PyTorch Lightning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a training script with several ranks that may die"))
-    arguments = parser.parse_args(argv)
+    words, program = _split_program(words) if words[:1] == ["run"] else (words, [])
+    arguments = parser.parse_args(words, argparse.Namespace(program=program))
     arguments.run(arguments)
     sys.exit(0)
 
@@ -25,12 +27,24 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "lightning-ft run -n N [--start-method METHOD] [--] (train.py | -m MODULE | -c CODE) ..."
     parser.add_argument("-n", "--num-slots", type=_positive, required=True, metavar="N", help="how many ranks to start")
     parser.add_argument("--start-method", choices=get_args(StartMethod), default="auto", help="how ranks are started")
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="what each rank runs, as after `python`")
     parser.set_defaults(run=lambda arguments: _run(parser, arguments))
 
 
+def _split_program(words: list[str]) -> tuple[list[str], list[str]]:
+    """Split the words of ``run`` into our options and the program, whose ``-m`` argparse would take for one of ours."""
+    position = 1
+    while position < len(words) and words[position] != "--":
+        if words[position] in ("-n", "--num-slots", "--start-method"):
+            position += 2
+        elif words[position].startswith(("-n", "--num-slots=", "--start-method=", "-h", "--help")):
+            position += 1
+        else:
+            return words[:position], words[position:]
+    return words[:position], words[position + 1 :]
+
+
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    program: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    program: list[str] = arguments.program
     if not program or (program[0] in ("-m", "-c") and len(program) == 1):
         parser.error("nothing to run: expected train.py, -m MODULE or -c CODE")
     exec_supervisor(arguments.num_slots, program, start_method=arguments.start_method)

@@ -83,7 +83,7 @@ class ElasticLoader:
             self.plan.begin_epoch(self._current_epoch())
         self._batches = None
         if not self.deferred:
-            self._open_round(self.plan.upcoming(self._slot))
+            self._open_round([])
         return self
 
     def __next__(self) -> Any:
@@ -98,9 +98,12 @@ class ElasticLoader:
         if self._batches is None or self._round != self.plan.round:
             # An extra start of workers must not shift the random numbers that training draws.
             with torch.random.fork_rng(devices=[]):
-                self._open_round(chain([self.ticket], self.plan.upcoming(self._slot)))
+                self._open_round([self.ticket])
         assert self._batches is not None
-        return next(self._batches)
+        try:
+            return next(self._batches)
+        except StopIteration:  # would end the epoch as if nothing were wrong
+            raise RuntimeError(f"The loader of slot {self._slot} ended before ticket {self.ticket}.") from None
 
     @property
     def remaining_steps(self) -> int:
@@ -203,10 +206,11 @@ class ElasticLoader:
         stride = self._num_slots * self.batch_size
         return order[slot + stride * index : slot + stride * (index + 1) : self._num_slots]
 
-    def _open_round(self, tickets: Iterator[int]) -> None:
+    def _open_round(self, taken: list[int]) -> None:
+        """Start prefetching the tickets of this slot: those just taken, then those that it takes next."""
         self._round = self.plan.round
         self._epoch_order()
-        self._upcoming.tickets = tickets
+        self._upcoming.tickets = lambda: chain(taken, self.plan.upcoming(self._slot))
         self._batches = iter(self._inner)
 
     def _make_inner(self) -> DataLoader[Any]:
@@ -215,7 +219,7 @@ class ElasticLoader:
         sampling = {"sampler": self._upcoming} if source.batch_size is None and not self._batched_by_user else {}
         return DataLoader(
             source.dataset,
-            **({"batch_size": None, **sampling} if sampling else {"batch_sampler": self._upcoming}),  # type: ignore[arg-type]
+            **({"batch_size": None, **sampling} if sampling else {"batch_sampler": self._upcoming}),
             num_workers=source.num_workers,
             collate_fn=source.collate_fn,
             pin_memory=source.pin_memory,
@@ -232,7 +236,7 @@ class ElasticLoader:
         fetcher = _MapDatasetFetcher(
             self.dataset, self.batch_size is not None or self._batched_by_user, self._source.collate_fn, drop_last=False
         )
-        return fetcher.fetch(self._indices(self._slot % self.plan.num_tickets))  # type: ignore[no-untyped-call]
+        return fetcher.fetch(self._indices(self._slot % self.plan.num_tickets))
 
     @property
     def worker_init_fn(self) -> Any:
@@ -249,11 +253,10 @@ class _Upcoming:
 
     def __init__(self, indices: Callable[[int], Any]) -> None:
         self._indices = indices
-        self.tickets: Iterator[int] = iter(())
+        self.tickets: Callable[[], Iterator[int]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[Any]:
-        tickets, self.tickets = self.tickets, iter(())
-        return map(self._indices, tickets)
+    def __iter__(self) -> Iterator[Any]:  # a loader with workers asks twice before it fetches anything
+        return map(self._indices, self.tickets())
 
 
 class _of_one_replica:
@@ -275,4 +278,4 @@ class _of_one_replica:
 
 
 def _full_length(sampler: Any) -> int:
-    return len(sampler.dataset) if isinstance(sampler, DistributedSampler) else len(sampler)
+    return len(sampler.dataset if isinstance(sampler, DistributedSampler) else sampler)  # type: ignore[arg-type]

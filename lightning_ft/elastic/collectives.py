@@ -33,7 +33,7 @@ class Collectives:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.weight = 1.0
-        """How much this rank's values count in a mean: 0 while it has no batch of its own."""
+        """Whether this rank's values count in a mean, 1 or 0: 0 while it has no batch of its own."""
 
     def barrier(self, name: str) -> None:
         """Collective. Return once every live rank is in this barrier."""
@@ -55,14 +55,17 @@ class Collectives:
         """Collective. Return the mean over the ranks that have a batch of their own."""
         value = tensor.detach() if tensor.is_floating_point() else tensor.detach().float()
         if value.numel() * value.element_size() <= _INLINE_TENSOR_BYTES:
-            inline = _WEIGHT.pack(self.weight) + _to_bytes(value * self.weight if self.weight != 1.0 else value)
-            rows = self._engine.run("mean", lambda exchange: exchange.inline, size=value.numel(), inline=inline)
-            total = sum(_WEIGHT.unpack(row[: _WEIGHT.size])[0] for row in rows)
-            parts = torch.stack([_from_bytes(row[_WEIGHT.size :], value) for row in rows])
+            weighted = value if self.weight else torch.zeros_like(value)  # not times 0: it may be NaN
+            inline = _WEIGHT.pack(self.weight) + _to_bytes(weighted)
+            rows: list[bytes] = self._engine.run(
+                "mean", lambda exchange: exchange.inline, size=value.numel(), inline=inline
+            )
+            total: float = sum(_WEIGHT.unpack(row[: _WEIGHT.size])[0] for row in rows)
+            parts: Tensor = torch.stack([_from_bytes(row[_WEIGHT.size :], value) for row in rows])
             return parts.sum(0) / max(total, 1.0)
-        total_and_value = [torch.tensor([self.weight], dtype=torch.float64), value * self.weight]
-        total, summed = self.all_reduce(total_and_value, label="mean")
-        return summed / total.clamp(min=1.0).to(summed)
+        weighted = value if self.weight else torch.zeros_like(value)
+        weights, summed = self.all_reduce([value.new_tensor([self.weight]), weighted], label="mean")
+        return summed / weights.clamp(min=1.0)
 
     def reduce(self, tensor: Tensor, op: Any) -> Tensor:
         """Collective. Return ``tensor`` reduced with ``op`` over all live ranks."""
@@ -71,7 +74,8 @@ class Collectives:
             rows = self._engine.run(
                 f"reduce:{op}"[:40], lambda exchange: exchange.inline, size=value.numel(), inline=_to_bytes(value)
             )
-            return _FOLDS[op](torch.stack([_from_bytes(row, value) for row in rows]))
+            folded: Tensor = _FOLDS[op](torch.stack([_from_bytes(row, value) for row in rows]))
+            return folded
         (result,) = self.all_reduce([tensor], op, label=f"reduce:{op}"[:40])
         return result
 

@@ -420,7 +420,7 @@ class LocalEngine:
 
     def record(self, key: str, value: bytes) -> None:
         """Keep ``value`` for ranks that start later."""
-        self._store.set(f"record/{key}", value)
+        self._store.set(f"record/{key}", value)  # type: ignore[arg-type]
 
     def recorded(self, key: str) -> bytes | None:
         """Return what an earlier rank recorded."""

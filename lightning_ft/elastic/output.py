@@ -7,16 +7,14 @@ import fcntl
 import os
 import pty
 import queue
-import re
 import selectors
 import struct
 import termios
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
-_SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _LONGEST_LINE = 1 << 20  # a rank that never ends its line must not fill the supervisor's memory
 _LARGEST_BACKLOG = 1 << 22
 _ERASE_LINE = b"\r\x1b[K"
@@ -87,7 +85,7 @@ class Stream:
     source: int
     target: int
     is_terminal: bool
-    held: bytearray = field(default_factory=bytearray)
+    held: bytes = b""
     after_return: bool = False
 
 
@@ -119,7 +117,7 @@ class Output:
         self._stderr = stderr
         self._leader = 0
         self._streams: dict[int, list[Stream]] = {}
-        self._line_is_open = False  # the leader's cursor stands in a line of the terminal
+        self._open_line: int | None = None  # the terminal in which the leader's cursor stands inside a line
         self._paused = False
 
     def open(self, slot: int) -> tuple[int, int]:
@@ -228,19 +226,15 @@ class Output:
         if not chunk:
             return _Read.EOF
         if self._passes(stream):
-            self._line_is_open = not chunk.endswith(b"\n")
+            self._open_line = None if chunk.endswith(b"\n") else stream.target
             self._write(stream.target, chunk)
             return _Read.SOME
-        stream.held += chunk
-        end = 0
-        shown: list[bytes] = []
-        for match in _SEGMENT.finditer(stream.held):
-            shown.append(self._format(stream, match.group()))
-            end = match.end()
-        del stream.held[:end]
+        segments = (stream.held + chunk).splitlines(keepends=True)  # at "\n", "\r" and "\r\n"
+        stream.held = b"" if segments[-1].endswith((b"\n", b"\r")) else segments.pop()
         if len(stream.held) > _LONGEST_LINE:
-            shown.append(self._format(stream, bytes(stream.held) + b"\n"))
-            stream.held.clear()
+            segments.append(stream.held + b"\n")
+            stream.held = b""
+        shown = [self._format(stream, segment) for segment in segments]
         if shown:
             self._break_line(erase=True)
             self._write(stream.target, b"".join(shown))
@@ -256,8 +250,8 @@ class Output:
         """Show the line that was never ended."""
         if stream.held:
             self._break_line(erase=True)
-            self._write(stream.target, self._format(stream, bytes(stream.held) + b"\n"))
-            stream.held.clear()
+            self._write(stream.target, self._format(stream, stream.held + b"\n"))
+            stream.held = b""
 
     def _prefix(self, slot: int, is_terminal: bool) -> bytes:
         wanted = self.prefix if self.prefix is not None else not is_terminal or slot != self._leader
@@ -268,9 +262,9 @@ class Output:
 
     def _break_line(self, erase: bool = False) -> None:
         """Keep other output out of the leader's unfinished line: a bar is drawn again, a text goes to its own line."""
-        if self._line_is_open:
-            self._write(self._stdout, _ERASE_LINE if erase else b"\n")
-            self._line_is_open = False
+        if self._open_line is not None:
+            self._write(self._open_line, _ERASE_LINE if erase else b"\n")
+            self._open_line = None
 
 
 def _copy_window_size(source: int, target: int) -> None:

@@ -37,7 +37,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, engine: Engine, collectives: Collectives) -> None:
-        super().__init__(0, 1)
+        super().__init__(0, 1)  # type: ignore[call-arg]
         self._engine = engine
         self._collectives = collectives
 
@@ -54,22 +54,24 @@ class ElasticProcessGroup(dist.ProcessGroup):
         return "gloo"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> str:  # type: ignore[override]
         return DEFAULT_GROUP_NAME
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         return self._overwrite(tensors, self._collectives.all_reduce(tensors, op))
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         src = 0 if opts is None else opts.rootRank
         return self._overwrite(tensors, self._collectives.broadcast_tensors(tensors, src))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self._overwrite(output, self._gather(tensor, len(output)))
         return _Done()

@@ -37,7 +37,8 @@ class _Request:
 class Starter:
     """Starts processes that run ``program``.
 
-    Must be made while this process has one thread. A start does not wait for the fork: it is when ranks die that the
+    Must be made while this process has one thread, and before anything is set up that ranks should not inherit: the zygote
+    is forked here. ``obstacle`` says why not, if that was not safe. A start does not wait for the fork: it is when ranks die that the
     supervisor has no time. Started processes lead their own session and end with this process.
 
     Args:
@@ -52,6 +53,7 @@ class Starter:
     def __init__(self, program: Sequence[str], method: StartMethod) -> None:
         self._program = list(program)
         self._flags, _ = split(sys.orig_argv)
+        self.obstacle: str | None = None
         self._zygote: Zygote | None = None
         self._requests: deque[_Request] = deque()
         self._cold: dict[int, subprocess.Popen[bytes]] = {}
@@ -60,13 +62,11 @@ class Starter:
         if method == "spawn":
             return
         preload()
-        obstacle = _obstacle()
-        if obstacle is None:
+        self.obstacle = _obstacle()
+        if self.obstacle is None:
             self._zygote = Zygote.fork_here()
         elif method == "fork":
-            raise RuntimeError(f"`start_method='fork'` is not possible here: {obstacle}. Use 'auto' or 'spawn'.")
-        else:
-            log.warning("Ranks start from nothing, which takes seconds: forking is not safe, %s.", obstacle)
+            raise RuntimeError(f"`start_method='fork'` is not possible here: {self.obstacle}. Use 'auto' or 'spawn'.")
 
     def watch(self, selector: selectors.BaseSelector, on_started: Callable[[int, Key], None]) -> None:
         """Call ``on_started(pid, key)`` from the loop over ``selector`` for each process that runs."""

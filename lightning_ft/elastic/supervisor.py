@@ -46,6 +46,17 @@ class _Process:
     channels: list[Channel[FromRank]] = field(default_factory=list)  # the first is answered; others bring last words
 
 
+class _Speaker(logging.Handler):
+    """Shows log records as words of the supervisor's."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.say(self.format(record))
+
+
 class Supervisor:
     """Carries out what :class:`~lightning_ft.elastic.membership.Membership` decides.
 
@@ -71,6 +82,9 @@ class Supervisor:
         self._wakeup = self._handle_signals()
         self._writer = Writer(on_room=self._wake)
         self._output = Output(self._selector, self._writer.write)
+        logging.getLogger("lightning_ft").addHandler(_Speaker(self._output))
+        if starter.obstacle is not None:
+            log.warning("Ranks start from nothing, which takes seconds: forking is not safe, %s.", starter.obstacle)
         self._exit_code: int | None = None
 
     def run(self) -> int:
@@ -289,7 +303,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.directory is not None:
         os.chdir(arguments.directory)
     program.set_import_path(command)
-    logging.basicConfig(format="[lightning-ft] %(message)s")
     become_subreaper()
     starter = Starter(command, arguments.start_method)
     return Supervisor(arguments.num_slots, starter).run()

@@ -38,6 +38,7 @@ from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
 from lightning_ft.strategies.live_training import LiveTraining
+from lightning_ft.strategies.prepare_data import prepare_data_elastically
 from lightning_ft.strategies.reduction import GradientReducer
 from lightning_ft.strategies.startup import StartupRecord
 
@@ -189,6 +190,10 @@ class FTStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
+        if not isinstance(self.engine, SoloEngine):
+            assert self.lightning_module is not None
+            trainer = self.lightning_module.trainer
+            prepare_data_elastically(trainer, self.collectives, lambda: self.is_global_zero)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -250,7 +255,7 @@ class FTStrategy(ParallelStrategy):
             source,
             self.engine.slot,
             self.engine.num_slots,
-            current_epoch=lambda: trainer.fit_loop.epoch_progress.current.processed,
+            current_epoch=lambda: trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
             agree=self._agree_on_order,
             limit=1.0 if trainer.limit_train_batches is None else trainer.limit_train_batches,
         )
@@ -297,7 +302,7 @@ class FTStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Have everything that asks for the rank see the live one."""
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # Steps.
 

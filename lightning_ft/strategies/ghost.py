@@ -30,7 +30,7 @@ def ghost_step(trainer: Trainer, pl_module: LightningModule, collectives: Collec
         if not results[key].meta.sync.should:
             results[key]._forward_cache = None  # a step value of this rank alone: not to be logged
 
-    results.update_metrics = update_silently  # type: ignore[method-assign]
+    results.update_metrics = update_silently
     collectives.weight = 0.0
     try:
         yield

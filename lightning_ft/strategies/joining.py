@@ -32,7 +32,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
     return {
         "checkpoint": checkpoint,
         "random": _collect_rng_states(include_cuda=False),
-        "callbacks": [_private_notes(callback) for callback in trainer.callbacks],
+        "callbacks": [_private_notes(callback) for callback in _callbacks(trainer)],
         "results": [_describe_result(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()],
         "first_loop_iter": connector._first_loop_iter,
         "current_fx": connector._current_fx,
@@ -48,7 +48,7 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop._restarting = False
     epoch_loop.val_loop._restarting = False
-    for callback, notes in zip(trainer.callbacks, state["callbacks"], strict=True):
+    for callback, notes in zip(_callbacks(trainer), state["callbacks"], strict=True):
         vars(callback).update(notes)
     connector = trainer._logger_connector
     # Without these the first `self.log` would reset the keys below.
@@ -62,8 +62,12 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
     _set_rng_states(state["random"])
 
 
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
+
+
 def _private_notes(callback: Callback) -> dict[str, Any]:
-    """Plain private attributes that Lightning's callbacks keep out of their ``state_dict``, such as the last saved step."""
+    """What Lightning's callbacks keep out of their ``state_dict``, such as the step of the last checkpoint."""
     if not type(callback).__module__.startswith("lightning."):
         return {}
     plain = (bool, int, float, str, type(None))

@@ -84,6 +84,9 @@ class GradientReducer:
         # A second set, filled in turn, if it costs little: see `_may_launch`.
         self._spare = _make_buckets(trainable, bucket_bytes) if self._num_bytes <= _SPARE_BYTES else None
         self._pending: PendingExchange | None = None
+        self._group: ProcessGroup | None = None
+        self._works: list[dist.Work] = []
+        self._error: RuntimeError | None = None
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
 
     def close(self) -> None:
@@ -125,6 +128,7 @@ class GradientReducer:
         self._missing[self._bucket_of[parameter]] -= 1
         while self._error is None and self._next_is_complete() and self._may_launch(self._pending):
             try:
+                assert self._pending.group is not None
                 self._launch(self._pending.group, self._pending.size)
             except RuntimeError as error:  # not through the autograd engine: `finish` meets it again
                 self._error = error
@@ -141,10 +145,10 @@ class GradientReducer:
         """
         return pending.group is not None and (self._spare is not None or pending.ready)
 
-    def _start_over(self, group: Any) -> None:
+    def _start_over(self, group: ProcessGroup | None) -> None:
         self._group = group
-        self._works: list[dist.Work] = []
-        self._error: RuntimeError | None = None
+        self._works = []
+        self._error = None
 
     def _launch(self, group: ProcessGroup, size: int) -> None:
         if group is not self._group:

@@ -83,8 +83,6 @@ class FaultPlan(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if not self.faults:
             return
-        if self._ledger is None:
-            self._ledger = Ledger(self.directory or self._default_directory(trainer), self.timeout)
         events = getattr(trainer.strategy, "events", None)
         if events is not None and events is not self._events:
             events.subscribe(partial(self._on_event, trainer))
@@ -209,32 +207,44 @@ class FaultPlan(Callback):
     # Firing.
 
     def _reach(self, point: str, trainer: Trainer) -> None:
-        for index, fault in enumerate(self.faults):
-            if fault.point == point and (fault.step is None or trainer.global_step >= fault.step):
-                self._consider(index, fault, trainer)
+        due = [(index, fault) for index, fault in enumerate(self.faults) if self._is_due(index, fault, point, trainer)]
+        for index, fault in due:  # for all of them first: ranks that die at the same place die at the same time
+            if fault.rendezvous:
+                self._ledger_of(trainer).arrive(index, self._slot(trainer))
+        for index, fault in sorted(due, key=lambda item: not self._is_target(item[1], trainer)):
+            if self._is_target(fault, trainer):
+                self._fire(index, fault, trainer)
+            else:
+                self._ledger_of(trainer).wait_until_fired(index)
 
-    def _consider(self, index: int, fault: Fault, trainer: Trainer) -> None:
-        assert self._ledger is not None
-        slot = trainer.global_rank if self._environment is None else self._environment.slot
-        incarnation = 0 if self._environment is None else self._environment.incarnation
-        is_target = slot == fault.slot and fault.incarnation in (None, incarnation)
-        if not (is_target or fault.rendezvous):
-            return
+    def _is_due(self, index: int, fault: Fault, point: str, trainer: Trainer) -> bool:
+        if fault.point != point or (fault.step is not None and trainer.global_step < fault.step):
+            return False
+        if not (fault.rendezvous or self._is_target(fault, trainer)):
+            return False
         self._visits[index] += 1
-        if self._visits[index] != fault.occurrence + 1 or self._ledger.has_fired(index):
-            return
+        return self._visits[index] == fault.occurrence + 1 and not self._ledger_of(trainer).has_fired(index)
+
+    def _fire(self, index: int, fault: Fault, trainer: Trainer) -> None:
+        ledger = self._ledger_of(trainer)
         if fault.rendezvous:
-            self._ledger.arrive(index, slot)
-        if not is_target:
-            self._ledger.wait_until_fired(index)
-            return
-        if fault.rendezvous:
-            members = getattr(trainer.strategy, "members", range(trainer.world_size))
-            self._ledger.wait_for_others(index, members)
-        if self._ledger.mark_fired(index):
+            ledger.wait_for_others(index, getattr(trainer.strategy, "members", range(trainer.world_size)))
+        if ledger.mark_fired(index):
             if self._events is not None:
                 self._events.emit("fault", index=index, kind=fault.kind, point=fault.point, step=trainer.global_step)
             fault.strike()
+
+    def _is_target(self, fault: Fault, trainer: Trainer) -> bool:
+        incarnation = 0 if self._environment is None else self._environment.incarnation
+        return self._slot(trainer) == fault.slot and fault.incarnation in (None, incarnation)
+
+    def _slot(self, trainer: Trainer) -> int:
+        return trainer.global_rank if self._environment is None else self._environment.slot
+
+    def _ledger_of(self, trainer: Trainer) -> Ledger:
+        if self._ledger is None:
+            self._ledger = Ledger(self.directory or self._default_directory(trainer), self.timeout)
+        return self._ledger
 
     def _default_directory(self, trainer: Trainer) -> Path:
         run = "run" if self._environment is None else self._environment.run_id

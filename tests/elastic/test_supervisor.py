@@ -1,8 +1,10 @@
 """The real supervisor with real processes; what it decides is tested in test_membership."""
 
 import contextlib
+import errno
 import json
 import os
+import pty
 import re
 import select
 import signal
@@ -28,8 +30,10 @@ from imitated_rank import ImitatedRank
 class Job:
     """A supervisor, and everything that it and its ranks print."""
 
-    def __init__(self, zygote: Zygote, arguments: list[str], stdin: bytes = b"", cwd: Path = ROOT) -> None:
-        reader, writer = os.pipe()
+    def __init__(
+        self, zygote: Zygote, arguments: list[str], stdin: bytes = b"", cwd: Path = ROOT, terminal: bool = False
+    ) -> None:
+        reader, writer = pty.openpty() if terminal else os.pipe()
         stdin_reader, stdin_writer = os.pipe()
         os.write(stdin_writer, stdin)
         os.close(stdin_writer)
@@ -71,7 +75,12 @@ class Job:
     def _read(self, deadline: float) -> bool:
         ready, _, _ = select.select([self._reader], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, f"nothing more came in {DEADLINE:g} s after:\n{self.output}"
-        chunk = os.read(self._reader, 1 << 16)
+        try:
+            chunk = os.read(self._reader, 1 << 16)
+        except OSError as error:
+            if error.errno != errno.EIO:  # the end of a terminal
+                raise
+            return False
         self.output += chunk.decode()
         return bool(chunk)
 
@@ -92,14 +101,11 @@ def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
     """Start a supervisor over a script, given as text."""
     jobs: list[Job] = []
 
-    def start(script: str, num_slots: int, *arguments: str, stdin: bytes = b"", start_method: str = "fork") -> Job:
+    def start(script: str, num_slots: int, *arguments: str, stdin: bytes = b"", terminal: bool = False) -> Job:
         path = tmp_path / "train.py"
-        path.write_text(
-            "import os, signal, subprocess, sys, time\nforked = 'torch' in sys.modules\nfrom imitated_rank import ImitatedRank\n"
-            + script
-        )
-        options = ["--num-slots", str(num_slots), "--start-method", start_method]
-        jobs.append(Job(zygote, [*options, "--", str(path), *arguments], stdin))
+        path.write_text(HEADER + script)
+        options = ["--num-slots", str(num_slots), "--start-method", "fork"]
+        jobs.append(Job(zygote, [*options, "--", str(path), *arguments], stdin, terminal=terminal))
         return jobs[-1]
 
     yield start
@@ -108,6 +114,8 @@ def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
 
 
 RESPAWN = """
+import logging
+assert not logging.root.handlers and not logging.getLogger("lightning_ft").handlers, "the supervisor's own set-up"
 print("start", time.time(), forked, sys.argv[1:], os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
 rank = ImitatedRank()
 rank.send("log", directory=os.path.dirname(__file__))
@@ -253,6 +261,30 @@ for number in range(500):
     assert job.finish() == 0
     expected = [f"[slot {slot}] <{slot}:{number}:{'x' * 300}>" for slot in range(3) for number in range(500)]
     assert sorted(job.output.splitlines()) == sorted(expected)
+
+
+def test_leader_draws_its_bar_on_the_terminal(start: Start) -> None:
+    job = start(
+        """
+rank = ImitatedRank()
+rank.begin()
+rank.next_generation()
+if rank.slot == 0:
+    print("\\r 10%", end="", flush=True)
+    rank.send("exclude", slot=1, reason="done")
+    rank.next_generation()
+    print("\\r 20%", sys.stdout.isatty(), sys.stderr.isatty())
+else:
+    print("a line")
+    signal.pause()
+""",
+        2,
+        terminal=True,
+    )
+    assert job.finish() == 0
+    assert "\r 20% True True\r\n" in job.output
+    assert "[slot 1] a line\r\n" in job.output
+    assert "[slot 0]" not in job.output
 
 
 def test_rank_starts_from_nothing_once_the_zygote_is_gone(start: Start) -> None:

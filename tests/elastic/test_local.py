@@ -1,0 +1,177 @@
+"""The engine over real ranks: operations that fail, ranks that die in them, ranks that come back."""
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ft.elastic.collectives import Collectives
+from lightning_ft.elastic.local import LocalEngine
+from lightning_ft.errors import CollectiveMismatchError
+from lightning_ft.events.log import read_events
+from lightning_ft.testing import run_ranks
+
+
+class FailsOnce:
+    """A work that completes on its rank but reports an error there, as if its peers died just after."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+        raise RuntimeError("injected after completion")
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+
+class UnreliableGroup:
+    """A process group of which each rank sees one work fail, each another one."""
+
+    def __init__(self, group: Any, fails: Any) -> None:
+        self._group = group
+        self._fails = fails
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+        if name not in ("allreduce", "allgather", "broadcast"):
+            return method
+
+        def call(*args: Any) -> Any:
+            work = method(*args)
+            return FailsOnce(work) if self._fails() else work
+
+        return call
+
+
+def make_unreliable(engine: LocalEngine, probability: float) -> None:
+    chance = random.Random(engine.slot)
+    create = engine._groups.create
+
+    def create_unreliable(generation: int, rank: int, size: int) -> Any:
+        calls = 0
+
+        def fails() -> bool:
+            nonlocal calls
+            calls += 1
+            return calls > 4 and chance.random() < probability  # the first ones are the reconfiguration's own
+
+        return UnreliableGroup(create(generation, rank, size), fails)
+
+    engine._groups.create = create_unreliable  # type: ignore[method-assign,assignment]
+
+
+def run_random_operations(engine: LocalEngine, count: int, probability: float) -> list[Any]:
+    make_unreliable(engine, probability)
+    collectives = Collectives(engine)
+    shared = random.Random(0)
+    results: list[Any] = []
+    for number in range(count):
+        kind = shared.choice(["mean", "sum", "broadcast", "gather", "object", "barrier", "count"])
+        value = torch.arange(40, dtype=torch.float32) + number + 100 * engine.rank
+        results.append(as_json(perform(collectives, kind, value, engine.rank, number)))
+        engine.report_progress(number)
+    return results
+
+
+def perform(collectives: Collectives, kind: str, value: Tensor, rank: int, number: int) -> Any:
+    if kind == "mean":
+        return collectives.mean(value[:3])
+    if kind == "sum":
+        return collectives.all_reduce([value])[0]
+    if kind == "broadcast":
+        return collectives.broadcast_tensors([value])[0]
+    if kind == "gather":
+        return torch.stack(collectives.all_gather(value))
+    if kind == "object":
+        return collectives.broadcast_object({"from": rank, "number": number})
+    if kind == "count":
+        return collectives.count((rank + number) % 2 == 0)
+    collectives.barrier("test")
+    return None
+
+
+def as_json(result: Any) -> Any:
+    return result.tolist() if isinstance(result, Tensor) else result
+
+
+def test_an_operation_that_failed_after_it_completed_elsewhere_yields_the_same_result_everywhere(
+    tmp_path: Path,
+) -> None:
+    results = run_ranks(run_random_operations, 3, args=[60, 0.03], directory=tmp_path, timeout=50)
+    assert results[0] == results[1] == results[2]
+    assert results[0] == run_ranks(run_random_operations, 3, args=[60, 0.0])[0]
+    (run,) = tmp_path.glob("ranks_*/events")
+    generations = [event for event in read_events(run) if event["event"] == "generation" and event["slot"] is not None]
+    assert any(event["replayed"] for event in generations)
+
+
+def disagree(engine: LocalEngine) -> list[str]:
+    collectives = Collectives(engine)
+    collectives.barrier("together")
+    try:
+        if engine.rank == 1:
+            collectives.barrier("one")
+        else:
+            collectives.mean(torch.ones(2))
+    except CollectiveMismatchError as error:
+        engine.end_call = lambda: None  # type: ignore[method-assign]  # the operations of this call are spoiled
+        return [str(error)]
+    return []
+
+
+def test_ranks_in_different_operations_all_get_an_error_that_names_both() -> None:
+    for (message,) in run_ranks(disagree, 3):
+        assert "ranks 0, 2 entered mean (operation 1" in message
+        assert "rank 1 entered barrier:one (operation 1" in message
+
+
+def die_while_connecting(engine: LocalEngine) -> Any:
+    collectives = Collectives(engine)
+    collectives.barrier("together")
+    create = engine._groups.create
+
+    def die(generation: int, rank: int, size: int) -> Any:
+        if engine.slot == 1:
+            os.kill(os.getpid(), signal.SIGKILL)  # after "go": the others already wait for this rank's address
+        return create(generation, rank, size)
+
+    engine._groups.create = die  # type: ignore[method-assign]
+    if engine.slot == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return as_json(collectives.all_reduce([torch.ones(1)])[0])
+
+
+def test_a_death_between_go_and_connect_does_not_block_the_others() -> None:
+    results = run_ranks(die_while_connecting, 4, timeout=30)
+    assert results == [[2.0], None, None, [2.0]]
+
+
+def join_and_count(engine: LocalEngine) -> Any:
+    collectives = Collectives(engine)
+    if engine.alone:
+        state = engine.join()
+        engine.enter()
+    else:
+        collectives.barrier("together")
+        engine.report_progress(1)
+        if engine.slot == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state = {"weights": torch.full((3,), 7.0)}
+        collectives.barrier("death is noticed here")
+        while not collectives.count(engine.join_wanted)[0]:
+            pass
+        while not engine.admit_joiners(lambda slots: {**state, "to": list(slots)}):
+            pass
+    total = collectives.all_reduce([torch.ones(1)])[0]
+    return {"members": list(engine.members), "weights": state["weights"].tolist(), "total": total.tolist()}
+
+
+def test_a_rank_that_comes_back_receives_the_state_and_is_the_last_one() -> None:
+    results = run_ranks(join_and_count, 3, max_restarts=1, timeout=40)
+    assert results == [{"members": [1, 2, 0], "weights": [7.0] * 3, "total": [3.0]}] * 3

@@ -1,0 +1,78 @@
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from lightning_ft.elastic.sockets import (
+    generation_address,
+    local_ports_to,
+    shut_down_connections_to,
+    shut_down_generation,
+)
+
+
+@contextmanager
+def connected(address: str) -> Iterator[tuple[socket.socket, socket.socket, socket.socket]]:
+    """A listener, a connection to it, and the accepted end."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server((address, 0)))
+        client = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
+        accepted, _ = listener.accept()
+        accepted.settimeout(10)
+        yield listener, client, stack.enter_context(accepted)
+
+
+def test_addresses_of_neighbouring_generations_differ() -> None:
+    addresses = [generation_address(number) for number in range(2000)]
+    assert len(set(addresses)) == len(addresses)
+    assert all(address.startswith("127.77.") and not address.endswith((".0", ".255")) for address in addresses)
+
+
+def test_shutting_down_a_generation_wakes_up_a_thread_that_reads_from_it() -> None:
+    with connected(generation_address(7)) as (_, client, accepted):
+        received: list[bytes] = []
+        thread = threading.Thread(target=lambda: received.append(accepted.recv(1)))
+        thread.start()
+        assert shut_down_generation(7) >= 1
+        thread.join(timeout=10)
+        assert received == [b""]
+        assert client.recv(1) == b""
+
+
+def test_sockets_of_other_generations_and_of_the_user_are_left_alone() -> None:
+    with connected(generation_address(8)) as (_, client, accepted), connected("127.0.0.1") as (_, mine, yours):
+        shut_down_generation(7)
+        for one, other in ((client, accepted), (mine, yours)):
+            one.sendall(b"x")
+            assert other.recv(1) == b"x"
+
+
+def test_a_listener_is_never_shut_down() -> None:
+    with connected(generation_address(9)) as (listener, _, _):
+        shut_down_generation(9)
+        with socket.create_connection(listener.getsockname(), timeout=10) as again:
+            accepted, _ = listener.accept()
+            with accepted:
+                again.sendall(b"x")
+                assert accepted.recv(1) == b"x"
+
+
+def test_a_generation_without_sockets_has_nothing_to_shut_down() -> None:
+    assert shut_down_generation(1234) == 0
+
+
+def test_only_the_named_connections_to_a_port_are_shut_down() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listener.getsockname()[1]
+        first = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
+        accepted_first = stack.enter_context(listener.accept()[0])
+        before = local_ports_to(port)
+        second = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
+        accepted_second = stack.enter_context(listener.accept()[0])
+        ports = local_ports_to(port) - before
+        assert ports == {second.getsockname()[1]}
+        assert shut_down_connections_to(port, ports) == 1
+        assert accepted_second.recv(1) == b""
+        first.sendall(b"x")
+        assert accepted_first.recv(1) == b"x"
