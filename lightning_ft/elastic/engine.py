@@ -87,6 +87,9 @@ class Engine(Protocol):
     def end_call(self) -> None:
         """Collective. Leave the Trainer call."""
 
+    def leave(self) -> None:
+        """Take no further part: what this rank does from now on, it does alone, and the others need not wait for it."""
+
     def join(self) -> Any:
         """Return the state of the running job, as a new member of it; operations stay private until :meth:`enter`."""
 
@@ -149,6 +152,9 @@ class SoloEngine:
         return "start"
 
     def end_call(self) -> None:
+        pass
+
+    def leave(self) -> None:
         pass
 
     def join(self) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
+from lightning_ft.elastic.groups import Group, Work
 from lightning_ft.errors import CollectiveMismatchError
 
 INLINE_BYTES = 96
@@ -62,14 +63,14 @@ class Exchange:
     """One operation in progress: its group, and what every rank sent along.
 
     Args:
-        group: The generation's process group; None if this process is alone.
+        group: The generation's group; None if this process is alone.
         rank: This rank.
         size: Number of ranks.
         inline: Every rank's payload, in rank order.
 
     """
 
-    def __init__(self, group: ProcessGroup | None, rank: int, size: int, inline: list[bytes]) -> None:
+    def __init__(self, group: Group | None, rank: int, size: int, inline: list[bytes]) -> None:
         self.group = group
         self.rank = rank
         self.size = size
@@ -102,20 +103,20 @@ class PendingExchange:
     """Headers on their way; opened early so that they travel while this rank computes.
 
     Args:
-        group: The generation's process group; None if this process is alone.
+        group: The generation's group; None if this process is alone.
         rank: This rank.
         size: Number of ranks.
         header: This rank's header.
 
     """
 
-    def __init__(self, group: ProcessGroup | None, rank: int, size: int, header: Tensor) -> None:
+    def __init__(self, group: Group | None, rank: int, size: int, header: Tensor) -> None:
         self.group, self.size = group, size
         self._rank = rank
         self._headers = [header] if group is None else [torch.empty_like(header) for _ in range(size)]
         self._done: Exchange | None = None
         self._error: RuntimeError | None = None
-        self._work: dist.Work | None = None
+        self._work: Work | None = None
         if group is not None:
             try:
                 self._work = group.allgather([self._headers], [header])

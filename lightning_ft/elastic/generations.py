@@ -129,8 +129,7 @@ class Generations:
     def _silent(self) -> list[Rank]:
         """Return the members that did not report the failure that others reported."""
         failed = self._round.failed
-        ranks = [self._roster.ranks[slot] for slot in self.members if slot not in failed]
-        return [rank for rank in ranks if not rank.killed] if failed else []
+        return [self._roster.ranks[slot] for slot in self.members if slot not in failed] if failed else []
 
     def _settle_failures(self, policy: Policy, now: float) -> str | None:
         """Try again when every member failed; remove those that hang while others failed."""
@@ -140,7 +139,9 @@ class Generations:
         if not current.failed.keys() >= set(self.members):
             if policy.timeout is not None and now >= current.first_failure + policy.timeout:
                 for rank in self._silent():
-                    self._roster.kill(rank, f"hung for {policy.timeout:g} s")
+                    how = f"hung for {policy.timeout:g} s"
+                    self._roster.kill(rank, how)
+                    self.remove(rank, how, "death")  # at once: the others have waited long enough
             return None
         if current.retry_at is None:
             self._errors.append(next(iter(current.failed.values())))
@@ -194,7 +195,7 @@ class Generations:
         if self._hold_since is None:
             return None
         waited = now - self._hold_since
-        told = f"Only {len(self.members)} ranks are alive, {policy.min_replicas} are needed"
+        told = f"Not enough ranks: {len(self.members)} alive, {policy.min_replicas} needed (`min_replicas`)"
         if num_expected < policy.min_replicas:
             return f"{told}, and the others may not start again."
         if waited >= policy.rejoin_timeout:

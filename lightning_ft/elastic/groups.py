@@ -3,24 +3,59 @@
 gloo is the one that exists. NCCL fits in as another :class:`Groups`: its ``interrupt`` is ``ProcessGroupNCCL.abort``.
 """
 
+import ctypes
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 
 from lightning_ft.elastic import sockets
 from lightning_ft.elastic._torch_compat import connect_store, create_gloo_group
 
+_SLICE = timedelta(milliseconds=50)
+
+
+class Work(Protocol):
+    """An operation of a group that is under way."""
+
+    def wait(self) -> Any:
+        """Return once it is over; raise RuntimeError if it failed."""
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+
+
+class Group(Protocol):
+    """The collectives of one generation."""
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = ...) -> Work:
+        """Reduce in place."""
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
+        """Gather into ``outputs``."""
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = ...) -> Work:
+        """Broadcast in place."""
+
 
 class Groups(Protocol):
-    """Makes one process group a generation, and breaks it off."""
+    """Makes one group a generation, and breaks it off."""
 
-    def create(self, generation: int, rank: int, size: int) -> ProcessGroup:
-        """Connect the members of ``generation``."""
+    def create(self, generation: int, rank: int, size: int, is_over: Callable[[], bool]) -> Group:
+        """Connect the members of ``generation``; ``is_over`` says whether a newer one superseded it."""
 
     def interrupt(self, generation: int) -> None:
         """Make whatever waits inside ``generation`` in this process raise soon; called from another thread."""
+
+    def retire(self, group: Group) -> None:
+        """Let go of an interrupted group without waiting for what is left in it."""
+
+    def close(self) -> None:
+        """The process is about to end."""
 
 
 class GlooGroups:
@@ -39,8 +74,10 @@ class GlooGroups:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._connecting: tuple[int, frozenset[int]] | None = None
+        self._retired: list[GlooGroup] = []
 
-    def create(self, generation: int, rank: int, size: int) -> ProcessGroup:
+    def create(self, generation: int, rank: int, size: int, is_over: Callable[[], bool]) -> "GlooGroup":
+        """Connect the members of ``generation``."""
         # A connection of its own: a peer that dies between "go" and its own set-up leaves the others blocked inside the
         # store's `get`, which only the end of this connection interrupts.
         before = sockets.local_ports_to(self._port)
@@ -49,14 +86,89 @@ class GlooGroups:
         with self._lock:
             self._connecting = (generation, ports)
         try:
+            prefix = PrefixStore(f"generation/{generation}", store)
             address = sockets.generation_address(generation)
-            return create_gloo_group(PrefixStore(f"generation/{generation}", store), rank, size, address, self._timeout)
+            return GlooGroup(create_gloo_group(prefix, rank, size, address, self._timeout), is_over)
         finally:
             with self._lock:
                 self._connecting = None
 
     def interrupt(self, generation: int) -> None:
+        """Shut down the sockets of ``generation``."""
         sockets.shut_down_generation(generation)
         with self._lock:
             if self._connecting is not None and self._connecting[0] == generation:
                 sockets.shut_down_connections_to(self._port, self._connecting[1])
+
+    def retire(self, group: Group) -> None:
+        """Drop groups in which nothing is left; keep the others, since dropping one waits for what is left in it."""
+        if isinstance(group, GlooGroup):
+            self._retired.append(group)
+        self._retired = [group for group in self._retired if not group.is_idle()]
+
+    def close(self) -> None:
+        """Never drop what is still busy: the interpreter's end would wait for it."""
+        for group in self._retired:
+            group.leak()
+
+
+class GlooGroup:
+    """A gloo group whose waits end when its generation does.
+
+    Args:
+        group: The process group.
+        is_over: Whether a newer generation superseded this one.
+
+    """
+
+    def __init__(self, group: ProcessGroup, is_over: Callable[[], bool]) -> None:
+        self._group = group
+        self._is_over = is_over
+        self._works: list[dist.Work] = []
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Reduce in place."""
+        return self._begin(self._group.allreduce(tensors, opts or dist.AllreduceOptions()))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
+        """Gather into ``outputs``."""
+        return self._begin(self._group.allgather(outputs, inputs))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Broadcast in place."""
+        return self._begin(self._group.broadcast(tensors, opts or dist.BroadcastOptions()))
+
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return all(work.is_completed() for work in self._works)
+
+    def leak(self) -> None:
+        """Never drop the group."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def _begin(self, work: dist.Work) -> "_SlicedWork":
+        self._works = [work for work in self._works if not work.is_completed()]
+        self._works.append(work)
+        return _SlicedWork(work, self._is_over)
+
+
+class _SlicedWork:
+    """Waits in slices: gloo does not wake up a send whose own write met the shut-down socket."""
+
+    def __init__(self, work: dist.Work, is_over: Callable[[], bool]) -> None:
+        self._work = work
+        self._is_over = is_over
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        while True:
+            try:
+                self._work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if self._work.is_completed():
+                    raise
+                if self._is_over():
+                    raise RuntimeError("A newer generation came while this operation waited for its peers.") from error

@@ -59,6 +59,11 @@ class SupervisorLink:
             self._changed.notify_all()
             return not superseded
 
+    def is_over(self, generation: int) -> bool:
+        """Whether there is a newer generation than ``generation``."""
+        with self._changed:
+            return self._generation is not None and self._generation["number"] > generation
+
     def wait_for_enter(self, call: int) -> Enter:
         """Return the supervisor's answer to ``begin``; not bounded, since the others may be hours away from this call."""
         return self._wait(lambda: self._entered if self._entered and self._entered["call"] == call else None, None, "")

@@ -10,23 +10,19 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
-
-import torch
-from torch.distributed import ProcessGroup
 
 from lightning_ft.elastic._torch_compat import connect_store
 from lightning_ft.elastic.engine import Change
 from lightning_ft.elastic.exchange import Exchange, PendingExchange, pack_header
-from lightning_ft.elastic.groups import GlooGroups, Groups
+from lightning_ft.elastic.groups import GlooGroups, Group, Groups
+from lightning_ft.elastic.leveling import Leveling, Outcome, ProvideState, Standing
 from lightning_ft.elastic.link import SupervisorLink
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import Generation, RankEnvironment
-from lightning_ft.elastic.state_codec import encode
-from lightning_ft.elastic.transfer import receive_state, send_state
 from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError
 from lightning_ft.events.log import EventLog
 
@@ -34,28 +30,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 _of_process: "LocalEngine | None" = None
-ProvideState = Callable[[Sequence[int]], Any]
 
+_SUPERVISOR_SECONDS = 30.0
 _PROGRESS_INTERVAL = 0.05  # seconds; the supervisor wakes up for each report
-
-
-@dataclass(frozen=True)
-class _Standing:
-    """What a member says of itself when a generation begins."""
-
-    sequence: int
-    joining: bool
-    at_top: bool
-
-
-@dataclass
-class _Outcome:
-    """What a rank brought out of a reconfiguration."""
-
-    reason: str = ""
-    replay: tuple[Any] | None = None  # the result of the operation that failed here and was completed elsewhere
-    state: tuple[Any] | None = None  # what a joiner received
-    joined: list[int] | None = None
 
 
 class LocalEngine:
@@ -92,7 +69,7 @@ class LocalEngine:
         self._link = SupervisorLink(environment, self._groups.interrupt)
         self._link.send({"type": "hello", "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()})
         self._link.send(policy.to_message())
-        self._group: ProcessGroup | None = None
+        self._group: Group | None = None
         self._generation = -1
         self._members: tuple[int, ...] = ()
         self._hold = False
@@ -181,7 +158,7 @@ class LocalEngine:
         number = self._generation
         self._break_off()  # closing our sockets is what unblocks the peers that wait for us
         self._link.send({"type": "failed", "generation": number, "reason": reason})
-        return self._reconfigure().replay
+        return self._reconfigure()[1].replay
 
     # Calls of the Trainer.
 
@@ -203,11 +180,16 @@ class LocalEngine:
         self._link.send({"type": "end", "call": self.call})
         self.alone = True  # the group stays open: peers may still be reading what this rank sent last
 
+    def leave(self) -> None:
+        """Take no further part: what this rank does from now on, it does alone, and the others need not wait for it."""
+        self._break_off()
+        self.alone = True
+
     def join(self) -> Any:
         """Return the state of the running job, as a new member of it; operations stay private until :meth:`enter`."""
         self.events.emit("join_requested")
         self._link.send({"type": "join", "call": self.call})
-        outcome = self._reconfigure(joining=True)
+        _, outcome = self._reconfigure(joining=True)
         assert outcome.state is not None
         return outcome.state[0]
 
@@ -219,12 +201,14 @@ class LocalEngine:
         """Collective. At a step boundary: let those in that wait, give them the state, return their slots."""
         if self.alone:
             return []
-        outcome = _Outcome()
-        while self._hold or outcome.reason not in ("join", "cancelled"):
+        while True:
             self._link.send({"type": "at_top", "generation": self._generation})
-            outcome = self._reconfigure(at_top=True, provide_state=provide_state)
-            if outcome.joined is not None and not self._hold:
+            reason, outcome = self._reconfigure(at_top=True, provide_state=provide_state)
+            if outcome.replay is not None:
+                outcome.joined = outcome.replay[0]["joined"]
+            if outcome.joined is not None or reason == "cancelled":
                 break
+            # Somebody died while everybody waited here: the joiners still wait.
         joined = outcome.joined or []
         self._complete({"joined": joined})
         return joined
@@ -239,7 +223,8 @@ class LocalEngine:
 
     def _reconfigure(
         self, *, joining: bool = False, at_top: bool = False, provide_state: ProvideState | None = None
-    ) -> _Outcome:
+    ) -> tuple[str, Outcome]:
+        """Return why there is a new generation, and what this rank brought out of it."""
         started = time.monotonic()
         before = self._members
         dead: dict[int, str] = {}
@@ -247,43 +232,49 @@ class LocalEngine:
             generation = self._next_generation(joining)
             dead |= {death["slot"]: death["how"] for death in generation["dead"]}
             number, members = generation["number"], tuple(generation["members"])
-            standing = _Standing(self._sequence, joining, at_top)
             try:
-                group = self._connect(number, members)
-                if group is None:
+                self._group = self._connect(number, members)
+                if self._group is None:
                     continue
-                outcome = self._agree(group, members, standing, provide_state)
+                rank = members.index(self.slot)
+                is_over = partial(self._link.is_over, number)
+                leveling = Leveling(self._group, number, members, rank, self.events, is_over, self._timeout)
+                outcome = leveling.run(Standing(self._sequence, joining, at_top), self._last, provide_state)
                 break
+            except ReconfigurationError:
+                raise
             except RuntimeError as error:
-                if isinstance(error, ReconfigurationError):
-                    raise
                 self.events.emit("generation_failed", generation=number, error=str(error)[:200])
                 self._break_off()
                 self._link.send({"type": "failed", "generation": number, "reason": f"reconfiguration: {error}"[:300]})
-        outcome.reason = generation["reason"]
-        self._group, self._members, self.alone = group, members, joining
-        self._hold = generation["hold"]
+        if joining:
+            self._sequence, self._last = outcome.sequence, {"joined": outcome.joined}
+        self._members, self._hold, self.alone = members, generation["hold"], joining
         stall = time.monotonic() - started
-        change = Change(number, before, members, generation["reason"], tuple(sorted(dead.items())), stall)
+        self._tell(Change(number, before, members, generation["reason"], tuple(sorted(dead.items())), stall), outcome)
+        return generation["reason"], outcome
+
+    def _tell(self, change: Change, outcome: Outcome) -> None:
         self.events.emit(
             "generation",
-            generation=number,
-            members=list(members),
+            generation=change.generation,
+            members=list(change.members),
             reason=change.reason,
             dead=[list(death) for death in change.dead],
             joined=outcome.joined or [],
             sequence=self._sequence,
             replayed=outcome.replay is not None,
-            stall_ms=round(1e3 * stall, 2),
+            stall_ms=round(1e3 * change.stall, 2),
         )
         self.on_change(change)
-        return outcome
 
     def _next_generation(self, joining: bool) -> Generation:
         while True:
             # A joiner may wait through hours of validation; a member only as long as its peers may compute.
             what = f"the supervisor to publish a generation after {self._generation}"
-            generation = self._link.wait_for_generation(self._generation, None if joining else self._timeout, what)
+            # Longer than the supervisor takes to end a rank that hangs: that is what this rank may be waiting for.
+            timeout = None if joining else 2 * self._timeout + _SUPERVISOR_SECONDS
+            generation = self._link.wait_for_generation(self._generation, timeout, what)
             self._break_off()
             self._generation = generation["number"]
             if self.slot in generation["members"]:
@@ -291,106 +282,20 @@ class LocalEngine:
             if not joining:
                 raise ExcludedError(self.slot, f"it is not in generation {generation['number']}")
 
-    def _connect(self, number: int, members: tuple[int, ...]) -> ProcessGroup | None:
+    def _connect(self, number: int, members: tuple[int, ...]) -> Group | None:
         """Return the group of generation ``number``, or None if a newer one superseded it."""
         self._link.send({"type": "ready", "generation": number})
         if not self._link.wait_for_go(number, self._timeout) or not self._link.use(number):
             return None
-        return self._groups.create(number, members.index(self.slot), len(members))
+        is_over = partial(self._link.is_over, number)
+        return self._groups.create(number, members.index(self.slot), len(members), is_over)
 
     def _break_off(self) -> None:
         self._link.use(None)
         if self._group is not None:
             self._groups.interrupt(self._generation)
+            self._groups.retire(self._group)
             self._group = None
-
-    def _agree(
-        self,
-        group: ProcessGroup,
-        members: tuple[int, ...],
-        mine: _Standing,
-        provide_state: ProvideState | None,
-    ) -> _Outcome:
-        """Level all members: hand on the result that some missed, and the state that joiners need."""
-        rank = members.index(self.slot)
-        exchange = Exchange(group, rank, len(members), [])
-        rows = exchange.all_gather(torch.tensor([mine.sequence, mine.joining, mine.at_top], dtype=torch.int64))
-        table = [_Standing(int(row[0]), bool(row[1]), bool(row[2])) for row in rows]
-        outcome = _Outcome()
-        settled = [r for r, standing in enumerate(table) if not standing.joining]
-        if settled:
-            self._replay_last(group, rank, table, settled, outcome)
-            joiners = [r for r, standing in enumerate(table) if standing.joining]
-            if joiners:
-                self._hand_out(group, members, rank, table, joiners, outcome, provide_state)
-        # Nobody leaves before all are level: otherwise a death right now would find some of us in the next step.
-        exchange.all_reduce(torch.zeros(1))
-        return outcome
-
-    def _replay_last(
-        self, group: ProcessGroup, rank: int, table: list[_Standing], settled: list[int], outcome: _Outcome
-    ) -> None:
-        ahead = max(table[r].sequence for r in settled)
-        behind = [r for r in settled if table[r].sequence < ahead]
-        if any(table[r].sequence != ahead - 1 for r in behind):
-            counts = [table[r].sequence for r in settled]
-            raise ReconfigurationError(
-                self._generation, 1, f"ranks completed {counts} operations; at most 1 apart expected"
-            )
-        source = next(r for r in settled if table[r].sequence == ahead)
-        if rank == source and behind:
-            state = encode(self._last)
-            for r in behind:
-                send_state(group, r, state)
-        elif rank in behind:
-            outcome.replay = (receive_state(group, source),)
-
-    def _hand_out(
-        self,
-        group: ProcessGroup,
-        members: tuple[int, ...],
-        rank: int,
-        table: list[_Standing],
-        joiners: list[int],
-        outcome: _Outcome,
-        provide_state: ProvideState | None,
-    ) -> None:
-        hosts = [r for r, standing in enumerate(table) if standing.at_top]
-        if not hosts:
-            if rank in joiners:
-                reason = "the others passed the step boundary before the state was handed over"
-                raise ReconfigurationError(self._generation, 1, reason)
-            return
-        source = hosts[0]
-        missed = outcome.replay[0]["joined"] if table[rank].at_top and outcome.replay is not None else None
-        joined = missed if missed is not None else [members[r] for r in joiners]
-        if rank == source:
-            assert provide_state is not None
-            started = time.monotonic()
-            self.events.emit("handing_out", to=joined)
-            state, error = None, ""
-            try:
-                state = provide_state(joined)
-            except Exception as exception:  # a callback's own code: the joiner fails of it, the survivors do not
-                error = "".join(traceback.format_exception(exception))
-                log.exception("The state for slots %s could not be collected.", joined)
-            encoded = encode({"joined": joined, "state": state, "error": error})
-            for r in joiners:
-                send_state(group, r, encoded)
-            elapsed = round(1e3 * (time.monotonic() - started), 2)
-            num_bytes = len(encoded.header) + sum(storage.numel() for storage in encoded.storages)
-            self.events.emit("handed_out", to=joined, bytes=num_bytes, ms=elapsed)
-        elif rank in joiners:
-            received = receive_state(group, source)
-            if received["error"]:
-                raise ReconfigurationError(
-                    self._generation, 1, f"rank {source} could not collect it:\n{received['error']}"
-                )
-            outcome.state = (received["state"],)
-            joined = received["joined"]
-            self._sequence, self._last = table[source].sequence + 1, {"joined": joined}
-            self.events.emit("healed", source=members[source])
-        outcome.joined = joined
 
     # Reports and records.
 
@@ -429,4 +334,5 @@ class LocalEngine:
     def close(self) -> None:
         """Leave the job. May be called twice."""
         self._link.close()
+        self._groups.close()
         self._group = None

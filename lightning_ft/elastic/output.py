@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 _LONGEST_LINE = 1 << 20  # a rank that never ends its line must not fill the supervisor's memory
 _LARGEST_BACKLOG = 1 << 22
+_MOST_READS = 32  # more than a pipe holds: somebody whom the rank left behind goes on printing
 _ERASE_LINE = b"\r\x1b[K"
 
 
@@ -139,8 +140,9 @@ class Output:
     def close(self, slot: int) -> None:
         """Show what a rank that is gone had still printed."""
         for stream in self._streams.pop(slot, ()):
-            while self._read(stream) is _Read.SOME:
-                pass
+            for _ in range(_MOST_READS):
+                if self._read(stream) is not _Read.SOME:
+                    break
             self._finish(stream)
             if not self._paused:
                 self._selector.unregister(stream.source)

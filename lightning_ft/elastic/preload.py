@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import logging
 
 log = logging.getLogger(__name__)
@@ -21,12 +22,19 @@ MODULES = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.tensorboard",
+    "fsspec.implementations.chained",
+    "rich._emoji_codes",
 )
+_STARTS_THREADS = "tensorflow"  # imported by torch.utils.tensorboard where it is installed
 
 
 def preload() -> None:
     """Import them, and keep the garbage collector from touching (and thereby copying) them in forked processes."""
     for name in MODULES:
+        if name == "torch.utils.tensorboard" and importlib.util.find_spec(_STARTS_THREADS) is not None:
+            continue
         try:
             importlib.import_module(name)
         except ImportError as error:

@@ -37,9 +37,9 @@ class _Request:
 class Starter:
     """Starts processes that run ``program``.
 
-    Must be made while this process has one thread, and before anything is set up that ranks should not inherit: the zygote
-    is forked here. ``obstacle`` says why not, if that was not safe. A start does not wait for the fork: it is when ranks die that the
-    supervisor has no time. Started processes lead their own session and end with this process.
+    Must be made while this process has one thread, and before anything is set up that ranks should not inherit: the
+    zygote is forked here; ``obstacle`` says why not, if that was not safe. A start does not wait for the fork: it is
+    when ranks die that the supervisor has no time. Started processes lead their own session and end with this process.
 
     Args:
         program: ``["script.py", ...]``, ``["-m", "module", ...]`` or ``["-c", "code", ...]``.

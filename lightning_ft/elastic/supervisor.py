@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, get_args
 
 from lightning_ft.elastic import program, protocol
 from lightning_ft.elastic.actions import Action, Finish, Notice, Record, Send, Show, Signal, Spawn
+from lightning_ft.elastic.command import SUPERVISOR_MODULE
 from lightning_ft.elastic.membership import Membership
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.output import Output, Writer
@@ -32,7 +33,7 @@ from lightning_ft.events.log import EventLog
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-log = logging.getLogger(__name__)
+log = logging.getLogger(SUPERVISOR_MODULE)  # __name__ is "__main__" here
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _STORE_HOST = "127.0.0.1"
@@ -89,27 +90,32 @@ class Supervisor:
 
     def run(self) -> int:
         """Run the job to its end and return its exit code."""
-        while self._exit_code is None:
-            while actions := self._membership.tick(time.monotonic()):
-                for action in actions:
-                    self._perform(action)
-            if self._exit_code is not None:
-                break
-            if self._membership.members:
-                self._output.lead(self._membership.members[0])
-            if self._writer.is_full():
-                self._output.pause()
-            deadline = self._membership.deadline()
-            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for key, _ in self._selector.select(timeout):
-                registered = self._selector.get_map().get(key.fd)
-                if registered is not None and registered.data is key.data:  # else an earlier one of these closed it
-                    key.data()
-        self._starter.close()
-        self._listener.close()
-        self._writer.close()
-        self._events.close()
+        try:
+            while self._exit_code is None:
+                while actions := self._membership.tick(time.monotonic()):
+                    for action in actions:
+                        self._perform(action)
+                if self._exit_code is None:
+                    self._wait()
+        finally:
+            self._starter.close()
+            self._listener.close()
+            self._writer.close()
+            self._events.close()
         return self._exit_code
+
+    def _wait(self) -> None:
+        """Return when something happened and was taken note of."""
+        if self._membership.members:
+            self._output.lead(self._membership.members[0])
+        if self._writer.is_full():
+            self._output.pause()
+        deadline = self._membership.deadline()
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        for key, _ in self._selector.select(timeout):
+            registered = self._selector.get_map().get(key.fd)
+            if registered is not None and registered.data is key.data:  # else an earlier one of these closed it
+                key.data()
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Send):

@@ -1,68 +1,111 @@
-"""Sends typed state from one rank to another through a process group: a header, then the storages in packs.
+"""Sends typed state from one rank to others over TCP: a header, then one storage after the other, without copies.
 
-Most states hold hundreds of small tensors, and a message costs about the same whatever its size: storages travel in packs
-of a few megabytes, larger ones by themselves and without a copy.
+Sockets of our own instead of messages of the process group, because a wait for them can be ended: they have the address of
+their generation at one end and are shut down with it.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from lightning_ft.elastic.sockets import generation_address
 from lightning_ft.elastic.state_codec import EncodedState, allocate, decode
 
-_TAG = 7
-_PACK_BYTES = 4 << 20
+_LENGTH = struct.Struct("=q")
+_TOKEN_BYTES = 7  # fits into the int64 in which ranks tell each other
+_SLICE = 0.05
 
 
-def send_state(group: ProcessGroup, destination: int, state: EncodedState) -> None:
-    """Send ``state`` to rank ``destination``, which is in :func:`receive_state`."""
-    header = torch.frombuffer(bytearray(state.header), dtype=torch.uint8)
-    _send(group, destination, torch.tensor([header.numel()]))
-    _send(group, destination, header)
-    for pack in _packs(state.storages):
-        _send(group, destination, pack[0] if len(pack) == 1 else torch.cat(pack))
+class StateServer:
+    """Where a rank hands out state during one reconfiguration; others learn ``port`` and ``token`` from it.
+
+    Args:
+        generation: Number of the generation.
+        is_over: Whether a newer generation superseded it.
+
+    """
+
+    def __init__(self, generation: int, is_over: Callable[[], bool]) -> None:
+        self._is_over = is_over
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._listener = socket.create_server((generation_address(generation), 0))
+        self._listener.settimeout(_SLICE)
+        self.port: int = self._listener.getsockname()[1]
+        self.token = int.from_bytes(self._token, "little")
+
+    def __enter__(self) -> "StateServer":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._listener.close()
+
+    def send(self, state: EncodedState, count: int, timeout: float) -> None:
+        """Send ``state`` to the next ``count`` ranks that ask for it.
+
+        Raises:
+            RuntimeError: If the generation is over, or they do not come within ``timeout`` seconds.
+
+        """
+        deadline = time.monotonic() + timeout
+        while count:
+            try:
+                peer, _ = self._listener.accept()
+            except TimeoutError:
+                if self._is_over() or time.monotonic() > deadline:
+                    raise RuntimeError(f"{count} ranks did not come for the state.") from None
+                continue
+            with peer:
+                peer.settimeout(timeout)
+                count -= self._serve(peer, state)
+
+    def _serve(self, peer: socket.socket, state: EncodedState) -> bool:
+        try:
+            if _receive(peer, bytearray(_TOKEN_BYTES)) != self._token:
+                return False  # somebody else on this machine
+            peer.sendall(_LENGTH.pack(len(state.header)) + state.header)
+            for storage in state.storages:
+                peer.sendall(_memory(storage))
+            return bool(_receive(peer, bytearray(1)))  # only now is everything there
+        except OSError as error:
+            raise RuntimeError(f"A rank went away while it received the state: {error}") from error
 
 
-def receive_state(group: ProcessGroup, source: int) -> Any:
-    """Return what rank ``source`` sends."""
-    length = torch.zeros(1, dtype=torch.int64)
-    _receive(group, source, length)
-    header = torch.empty(int(length), dtype=torch.uint8)
-    _receive(group, source, header)
-    packed = header.numpy().tobytes()
-    storages = allocate(packed)
-    for pack in _packs(storages):
-        if len(pack) == 1:
-            _receive(group, source, pack[0])
-            continue
-        buffer = torch.empty(sum(storage.numel() for storage in pack), dtype=torch.uint8)
-        _receive(group, source, buffer)
-        torch._foreach_copy_(pack, buffer.split([storage.numel() for storage in pack]))
-    return decode(packed, storages)
+def receive_state(generation: int, port: int, token: int, timeout: float) -> Any:
+    """Return the state that the rank with that server sends.
+
+    Raises:
+        RuntimeError: If it goes away meanwhile.
+
+    """
+    try:
+        with socket.create_connection((generation_address(generation), port), timeout) as source:
+            source.sendall(token.to_bytes(_TOKEN_BYTES, "little"))
+            (length,) = _LENGTH.unpack(_receive(source, bytearray(_LENGTH.size)))
+            header = bytes(_receive(source, bytearray(length)))
+            storages = allocate(header)
+            for storage in storages:
+                _receive(source, _memory(storage))
+            source.sendall(b"!")
+    except OSError as error:
+        raise RuntimeError(f"The rank that sends the state went away: {error}") from error
+    return decode(header, storages)
 
 
-def _packs(storages: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut the sequence into runs of about a pack's size; the same on both sides, which know all sizes."""
-    number, filled = 0, 0
-    numbers: list[int] = []
-    for storage in storages:
-        if filled and filled + storage.numel() > _PACK_BYTES:
-            number, filled = number + 1, 0
-        filled += storage.numel()
-        numbers.append(number)
-    for _, run in groupby(zip(numbers, storages, strict=True), key=lambda item: item[0]):
-        yield [storage for _, storage in run]
+def _memory(storage: Tensor) -> memoryview:
+    return memoryview(storage.numpy())  # type: ignore[arg-type]
 
 
-def _send(group: ProcessGroup, destination: int, tensor: Tensor) -> None:
-    if tensor.numel():
-        group.send([tensor], destination, _TAG).wait()
-
-
-def _receive(group: ProcessGroup, source: int, tensor: Tensor) -> None:
-    if tensor.numel():
-        group.recv([tensor], source, _TAG).wait()
+def _receive(source: socket.socket, buffer: Any) -> Any:
+    """Fill ``buffer`` and return it."""
+    view = memoryview(buffer)
+    while len(view):
+        received = source.recv_into(view)
+        if not received:
+            raise ConnectionResetError("connection closed")
+        view = view[received:]
+    return buffer

@@ -20,7 +20,8 @@ class BufferSync:
     def __init__(self, module: Module, collectives: Collectives) -> None:
         self._module = module
         self._collectives = collectives
-        self._due = True
+        self.due = True
+        """Whether the next forward pass sends them; must be the same on all ranks."""
 
     def before_forward(self, *, synchronize_gradients: bool) -> None:
         """Collective. To be called before every forward pass of the module.
@@ -30,9 +31,9 @@ class BufferSync:
 
         """
         buffers = list(self._module.buffers())
-        if self._due and buffers:
+        if self.due and buffers:
             for buffer, value in zip(
                 buffers, self._collectives.broadcast_tensors(buffers, label="buffers"), strict=True
             ):
                 buffer.detach().copy_(value)
-        self._due = torch.is_grad_enabled() and synchronize_gradients
+        self.due = torch.is_grad_enabled() and synchronize_gradients

@@ -95,7 +95,6 @@ class FTStrategy(ParallelStrategy):
         self._startup = StartupRecord(self.engine)
         self._live: LiveTraining | None = None
         self._reducer: GradientReducer | None = None
-        self._buffers: BufferSync | None = None
         self._synchronize_gradients = True
         self._micro_batches: list[bool] = []
 
@@ -212,7 +211,7 @@ class FTStrategy(ParallelStrategy):
         self._same_start()
         if fitting:
             self._reducer = GradientReducer(self.model.parameters(), self.engine)
-            self._buffers = BufferSync(self.model, self.collectives)
+            self._live.buffers = BufferSync(self.model, self.collectives)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -317,8 +316,8 @@ class FTStrategy(ParallelStrategy):
         return super().validation_step(*args, **kwargs)
 
     def _before_forward(self) -> None:
-        if self._buffers is not None:
-            self._buffers.before_forward(synchronize_gradients=self._synchronize_gradients)
+        if self._live is not None and self._live.buffers is not None:
+            self._live.buffers.before_forward(synchronize_gradients=self._synchronize_gradients)
 
     @contextmanager
     @override
@@ -410,7 +409,7 @@ class FTStrategy(ParallelStrategy):
         while not written:
             if self.is_global_zero:
                 write_atomically(self.checkpoint_io, checkpoint, filepath, storage_options)
-            written = self.collectives.count(self.is_global_zero)[0] > 0
+            written = self.collectives.count(self.is_global_zero)[0] > 0 or self.engine.alone
 
     # End.
 
@@ -422,7 +421,7 @@ class FTStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
-        self._reducer = self._buffers = None
+        self._reducer = None
         super().teardown()
 
     @classmethod

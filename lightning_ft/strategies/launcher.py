@@ -66,6 +66,7 @@ class ElasticLauncher(_Launcher):
             if isinstance(error, SIGTERMException):
                 error.code = 128 + 15  # what a shell says of a process that SIGTERM ended
             engine.report_exception(error)
+            engine.leave()  # hooks that handle the exception may call collectives, which the others do not
             raise
         return result
 

@@ -14,6 +14,13 @@ def logger_versions(trainer: Trainer) -> list[Any]:
     return [getattr(logger, "version", None) for logger in trainer.loggers]
 
 
+def adopt_versions(trainer: Trainer, versions: list[Any] | None) -> None:
+    """Have the loggers of a joiner know the version that the others write to."""
+    for logger, version in zip(trainer.loggers, versions or [], strict=False):
+        if hasattr(logger, "_version"):
+            logger._version = version
+
+
 def take_over(trainer: Trainer, pl_module: LightningModule, versions: list[Any]) -> None:
     """Log into the versions that the dead leader wrote, and show the progress bar.
 
@@ -23,8 +30,9 @@ def take_over(trainer: Trainer, pl_module: LightningModule, versions: list[Any])
         versions: What :func:`logger_versions` said on the first leader.
 
     """
-    for logger, version in zip(trainer.loggers, versions, strict=False):
-        _continue_logger(logger, version, pl_module)
+    adopt_versions(trainer, versions)
+    for logger in trainer.loggers:
+        _continue_logger(logger, pl_module)
     bar = trainer.progress_bar_callback
     if bar is not None and trainer.state.fn == TrainerFn.FITTING:
         bar.enable()
@@ -35,10 +43,9 @@ def take_over(trainer: Trainer, pl_module: LightningModule, versions: list[Any])
             bar.on_validation_start(trainer, pl_module)
 
 
-def _continue_logger(logger: Logger, version: Any, pl_module: LightningModule) -> None:
+def _continue_logger(logger: Logger, pl_module: LightningModule) -> None:
     if not hasattr(logger, "_version"):
         return  # it knows its run by other means
-    logger._version = version
     if hasattr(logger, "_experiment"):
         logger._experiment = None  # the dummy of a rank other than 0
     if isinstance(logger, CSVLogger):

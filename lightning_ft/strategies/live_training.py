@@ -13,6 +13,7 @@ from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine
 from lightning_ft.events.log import EventLog
 from lightning_ft.strategies import joining, leadership
+from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.ghost import ghost_step
@@ -46,6 +47,7 @@ class LiveTraining:
     ) -> None:
         self.shards = EvaluationShards()
         self.loader: ElasticLoader | None = None
+        self.buffers: BufferSync | None = None
         self.committed: dict[str, Any] = {}
         """What the step under way commits: its epoch, its tickets by slot, the slots in its average."""
         self.trainer = trainer
@@ -55,8 +57,7 @@ class LiveTraining:
         self._events = events
         self._startup = startup
         self._batch = ExitStack()
-        self._in_window = False
-        self._join_agreed = False
+        self._pause_agreed = False
         self._asked_to_stop = False
         self._received: dict[str, Any] | None = None
         self._logger_versions: list[Any] | None = None
@@ -102,8 +103,7 @@ class LiveTraining:
 
     def after_reduction(self, reduced: Reduced) -> None:
         """Take in what all ranks learned from the reduction of the step under way."""
-        self._in_window = False
-        self._join_agreed = self._join_agreed or reduced.join
+        self._pause_agreed = self._pause_agreed or reduced.join or reduced.hold
         if reduced.stop:
             self.trainer._signal_connector.received_sigterm = True
         if self.loader is not None:
@@ -115,7 +115,6 @@ class LiveTraining:
     def _on_take(self) -> None:
         assert self.loader is not None
         trainer, plan = self.trainer, self.loader.plan
-        self._in_window = True
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
             self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets)
         set_length_while_fetching(trainer, self.loader)
@@ -130,7 +129,7 @@ class LiveTraining:
             self._startup.close()
             if self._logger_versions is None:
                 self._logger_versions = self._collectives.broadcast_object(leadership.logger_versions(self.trainer))
-        if (self._join_agreed or self._engine.hold) and not self._in_window:
+        if self._pause_agreed:
             self._admit()
         replicas = f"{len(self._engine.members)}/{self._engine.num_slots}"
         self.trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
@@ -138,13 +137,16 @@ class LiveTraining:
     # Joining.
 
     def _admit(self) -> None:
-        self._join_agreed = False
+        self._pause_agreed = False
         started = time.monotonic()
-        joined = self._engine.admit_joiners(self._hand_out)
-        if self.loader is not None and joined:
-            self.loader.admit(joined)
-            set_length(self.trainer, self.loader)
-        self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
+        while True:
+            joined = self._engine.admit_joiners(self._hand_out)
+            if self.loader is not None and joined:
+                self.loader.admit(joined)
+                set_length(self.trainer, self.loader)
+            self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
+            if not self._engine.hold:
+                return
 
     def _hand_out(self, joined: Sequence[int]) -> dict[str, Any]:
         assert self.loader is not None
@@ -153,6 +155,7 @@ class LiveTraining:
             "loader": self.loader.state_dict(),
             "live": sorted({*self.loader.live, *joined}),
             "logger_versions": self._logger_versions,
+            "buffers_due": self.buffers is not None and self.buffers.due,
         }
 
     def receive(self) -> dict[str, Any]:
@@ -168,6 +171,9 @@ class LiveTraining:
         assert self.loader is not None
         self.loader.load_handed_out(state["loader"], tuple(state["live"]))
         self._logger_versions = state["logger_versions"]
+        leadership.adopt_versions(trainer, state["logger_versions"])
+        if self.buffers is not None:
+            self.buffers.due = state["buffers_due"]
         self._received = state["training"]
         return state["training"]["checkpoint"]  # type: ignore[no-any-return]
 
@@ -178,6 +184,7 @@ class LiveTraining:
         if self.loader is not None:
             set_length(self.trainer, self.loader)
         self._events.emit("joined", step=self.trainer.global_step, epoch=self.trainer.current_epoch)
+        self._pause_agreed = self._engine.hold  # nobody goes on before enough are back
 
     # Changes.
 

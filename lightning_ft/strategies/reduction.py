@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
+from lightning_ft.elastic.groups import Group, Work
 
 _SPARE_BYTES = 16 << 20
 _FLAGS = struct.Struct("=??qq")
@@ -30,12 +29,14 @@ class Reduced:
     Args:
         members: Slots whose gradients are in the average.
         join: Somebody waits to be admitted at the next step boundary.
+        hold: Too few replicas are left to go on after this step.
         stop: A rank was asked to end after this step.
 
     """
 
     members: tuple[int, ...]
     join: bool
+    hold: bool
     stop: bool
 
 
@@ -84,8 +85,8 @@ class GradientReducer:
         # A second set, filled in turn, if it costs little: see `_may_launch`.
         self._spare = _make_buckets(trainable, bucket_bytes) if self._num_bytes <= _SPARE_BYTES else None
         self._pending: PendingExchange | None = None
-        self._group: ProcessGroup | None = None
-        self._works: list[dist.Work] = []
+        self._group: Group | None = None
+        self._works: list[Work] = []
         self._error: RuntimeError | None = None
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
 
@@ -120,7 +121,7 @@ class GradientReducer:
                 bucket.flat.copy_(flat)
         if self._buckets and not self._engine.alone:
             self._write_back()
-        return Reduced(tuple(result["members"]), result["join"], result["stop"])
+        return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"])
 
     def _on_gradient(self, parameter: Parameter) -> None:
         if self._pending is None:
@@ -145,12 +146,12 @@ class GradientReducer:
         """
         return pending.group is not None and (self._spare is not None or pending.ready)
 
-    def _start_over(self, group: ProcessGroup | None) -> None:
+    def _start_over(self, group: Group | None) -> None:
         self._group = group
         self._works = []
         self._error = None
 
-    def _launch(self, group: ProcessGroup, size: int) -> None:
+    def _launch(self, group: Group, size: int) -> None:
         if group is not self._group:
             self._start_over(group)
         bucket = self._buckets[len(self._works)]
@@ -179,6 +180,8 @@ class GradientReducer:
             "buckets": [bucket.flat for bucket in self._buckets],
             "members": list(self._engine.members),
             "join": any(row[0] for row in flags),
+            # Of this generation and in the result: a rank that gets it later must not go by what it knows then.
+            "hold": self._engine.hold,
             "stop": any(row[1] for row in flags),
         }
 

@@ -1,8 +1,10 @@
 """The engine over real ranks: operations that fail, ranks that die in them, ranks that come back."""
 
+import itertools
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,9 @@ class FailsOnce:
 
 
 class UnreliableGroup:
-    """A process group of which each rank sees one work fail, each another one."""
+    """A process group whose works fail now and then, on one rank at a time."""
 
-    def __init__(self, group: Any, fails: Any) -> None:
+    def __init__(self, group: Any, fails: Callable[[], bool]) -> None:
         self._group = group
         self._fails = fails
 
@@ -53,17 +55,13 @@ def make_unreliable(engine: LocalEngine, probability: float) -> None:
     chance = random.Random(engine.slot)
     create = engine._groups.create
 
-    def create_unreliable(generation: int, rank: int, size: int) -> Any:
-        calls = 0
+    def wrap(group: Any) -> Any:
+        calls = itertools.count()
+        # The first works of a group are those of the reconfiguration, which is tried a few times only.
+        return UnreliableGroup(group, lambda: next(calls) > 4 and chance.random() < probability)
 
-        def fails() -> bool:
-            nonlocal calls
-            calls += 1
-            return calls > 4 and chance.random() < probability  # the first ones are the reconfiguration's own
-
-        return UnreliableGroup(create(generation, rank, size), fails)
-
-    engine._groups.create = create_unreliable  # type: ignore[method-assign,assignment]
+    engine._groups.create = lambda *args: wrap(create(*args))  # type: ignore[method-assign]
+    engine._group = wrap(engine._group)
 
 
 def run_random_operations(engine: LocalEngine, count: int, probability: float) -> list[Any]:
@@ -136,10 +134,10 @@ def die_while_connecting(engine: LocalEngine) -> Any:
     collectives.barrier("together")
     create = engine._groups.create
 
-    def die(generation: int, rank: int, size: int) -> Any:
+    def die(*args: Any) -> Any:
         if engine.slot == 1:
             os.kill(os.getpid(), signal.SIGKILL)  # after "go": the others already wait for this rank's address
-        return create(generation, rank, size)
+        return create(*args)
 
     engine._groups.create = die  # type: ignore[method-assign]
     if engine.slot == 2:

@@ -27,7 +27,9 @@ class Screen:
 
     def prints(self, slot: int, data: bytes, stream: int = 0) -> None:
         os.write(self.ranks[slot][stream], data)
-        while ready := self.selector.select(0):
+        is_slow = os.isatty(self.ranks[slot][stream])  # a terminal hands on what was written a moment later
+        while ready := self.selector.select(30.0 if is_slow else 0.0):
+            is_slow = False
             for key, _ in ready:
                 key.data()
 

@@ -61,9 +61,7 @@ def test_a_death_around_steps_costs_nothing(slots: tuple[int, ...], train: Calla
 
 
 @pytest.mark.parametrize("point", SAVING)
-def test_the_death_of_the_leader_in_a_save_leaves_whole_checkpoints_only(
-    point: str, train: Callable[..., Any]
-) -> None:
+def test_the_death_of_the_leader_in_a_save_leaves_whole_checkpoints_only(point: str, train: Callable[..., Any]) -> None:
     plan = one_after_the_other((point, point), (0, 1), (5, 10))
     training = train(plan, ft={"min_replicas": 2})
     training.assert_went_on(plan)
@@ -140,13 +138,3 @@ def test_what_a_respawned_rank_knows_of_the_loggers_is_what_the_others_know(trai
     training = train(plan, ft={"min_replicas": 3}, loggers=["csv", "tensorboard"])
     training.assert_went_on(plan)
     assert [training.results[slot]["versions"] for slot in range(3)] == [[0, 0]] * 3
-
-
-def test_a_training_that_only_lost_time_computes_the_same(train: Callable[..., Any]) -> None:
-    """Nobody's gradient is missing if a rank dies after its step is committed and is back before the next one."""
-    undisturbed = train(name="undisturbed", dropout=0.2, batch_norm=True)
-    plan = one_after_the_other(("train_batch_end", "train_batch_end", "validation_end"), (1, 0, 2), (2, 5, 8))
-    training = train(plan, ft={"min_replicas": 3}, dropout=0.2, batch_norm=True)
-    training.assert_went_on(plan)
-    undisturbed.job.check()
-    assert training.results[0]["global_step"] == undisturbed.results[0]["global_step"]

@@ -21,7 +21,8 @@ def checkpoint_contents(directory: Path) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     for path in directory.rglob("*.ckpt"):
         checkpoint = torch.load(path, weights_only=True)
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")  # the position in the data, ours alone
+        # The position in the data, which only our loader has.
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
         contents[str(path.relative_to(directory))] = checkpoint
     return contents
 

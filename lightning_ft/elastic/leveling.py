@@ -1,0 +1,186 @@
+"""How the members of a new generation become level: everybody tells how far it is, whoever is behind gets what it lacks.
+
+A rank that failed in an operation which others completed receives its result; a rank that joins receives the state of the
+training. Nobody leaves before all are level.
+"""
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_ft.elastic.exchange import Exchange
+from lightning_ft.elastic.groups import Group
+from lightning_ft.elastic.state_codec import encode
+from lightning_ft.elastic.transfer import StateServer, receive_state
+from lightning_ft.errors import ReconfigurationError
+from lightning_ft.events.log import EventLog
+
+log = logging.getLogger(__name__)
+
+ProvideState = Callable[[Sequence[int]], Any]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a member says of itself when a generation begins.
+
+    Args:
+        sequence: How many operations it completed.
+        joining: Whether it has no state yet.
+        at_top: Whether it waits at a step boundary, where the state is whole.
+
+    """
+
+    sequence: int
+    joining: bool
+    at_top: bool
+
+
+@dataclass
+class Outcome:
+    """What a rank brought out of it.
+
+    Args:
+        replay: The result of the operation that failed here and was completed elsewhere, in a tuple.
+        joined: Slots that were let in at the step boundary; None if this was none.
+        state: What a joiner received, in a tuple.
+        sequence: How many operations a joiner counts as completed.
+
+    """
+
+    replay: tuple[Any] | None = None
+    joined: list[int] | None = None
+    state: tuple[Any] | None = None
+    sequence: int = 0
+
+
+class Leveling:
+    """One generation's members becoming level, seen from one of them.
+
+    Args:
+        group: Connects them.
+        generation: Number of the generation.
+        members: Their slots, by rank.
+        rank: This rank.
+        events: Where it is recorded.
+        is_over: Whether a newer generation superseded this one.
+        timeout: Seconds to wait for another rank.
+
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        generation: int,
+        members: tuple[int, ...],
+        rank: int,
+        events: EventLog,
+        is_over: Callable[[], bool],
+        timeout: float,
+    ) -> None:
+        self._exchange = Exchange(group, rank, len(members), [])
+        self._generation = generation
+        self._members = members
+        self._rank = rank
+        self._events = events
+        self._is_over = is_over
+        self._timeout = timeout
+
+    def run(self, mine: Standing, last: Any, provide_state: ProvideState | None) -> Outcome:
+        """Collective. Return once all members are level.
+
+        Args:
+            mine: Where this rank stands.
+            last: The result of the last operation that it completed.
+            provide_state: Returns the state for joiners; needed at a step boundary.
+
+        Raises:
+            RuntimeError: If a member died meanwhile.
+            ReconfigurationError: If it can't be done.
+
+        """
+        outcome = Outcome()
+        with StateServer(self._generation, self._is_over) as server:
+            row = torch.tensor([mine.sequence, mine.joining, mine.at_top, server.port, server.token])
+            rows = [row.tolist() for row in self._exchange.all_gather(row)]
+            table = [Standing(row[0], bool(row[1]), bool(row[2])) for row in rows]
+            ports = [(row[3], row[4]) for row in rows]
+            settled = [r for r, standing in enumerate(table) if not standing.joining]
+            joiners = [r for r, standing in enumerate(table) if standing.joining]
+            if settled:
+                self._replay(table, ports, settled, last, server, outcome)
+                if joiners:
+                    self._hand_out(table, ports, joiners, provide_state, server, outcome)
+            self._exchange.all_reduce(torch.zeros(1))
+        return outcome
+
+    def _replay(
+        self,
+        table: list[Standing],
+        ports: list[tuple[int, int]],
+        settled: list[int],
+        last: Any,
+        server: StateServer,
+        outcome: Outcome,
+    ) -> None:
+        ahead = max(table[r].sequence for r in settled)
+        behind = [r for r in settled if table[r].sequence < ahead]
+        if any(table[r].sequence != ahead - 1 for r in behind):
+            counts = [table[r].sequence for r in settled]
+            reason = f"ranks completed {counts} operations; at most 1 apart expected"
+            raise ReconfigurationError(self._generation, 1, reason)
+        source = next(r for r in settled if table[r].sequence == ahead)
+        if self._rank == source and behind:
+            server.send(encode(last), len(behind), self._timeout)
+        elif self._rank in behind:
+            outcome.replay = (receive_state(self._generation, *ports[source], self._timeout),)
+
+    def _hand_out(
+        self,
+        table: list[Standing],
+        ports: list[tuple[int, int]],
+        joiners: list[int],
+        provide_state: ProvideState | None,
+        server: StateServer,
+        outcome: Outcome,
+    ) -> None:
+        hosts = [r for r, standing in enumerate(table) if standing.at_top]
+        if not hosts:
+            if self._rank in joiners:
+                reason = "the others passed the step boundary before the state was handed over"
+                raise ReconfigurationError(self._generation, 1, reason)
+            return
+        source = hosts[0]
+        missed = outcome.replay[0]["joined"] if table[self._rank].at_top and outcome.replay is not None else None
+        outcome.joined = missed if missed is not None else [self._members[r] for r in joiners]
+        if self._rank == source:
+            assert provide_state is not None
+            self._send_state(outcome.joined, len(joiners), provide_state, server)
+        elif self._rank in joiners:
+            received = receive_state(self._generation, *ports[source], self._timeout)
+            if received["error"]:
+                reason = f"rank {source} could not collect the state:\n{received['error']}"
+                raise ReconfigurationError(self._generation, 1, reason)
+            outcome.state, outcome.joined = (received["state"],), received["joined"]
+            outcome.sequence = table[source].sequence + 1
+            self._events.emit("healed", source=self._members[source])
+
+    def _send_state(self, joined: list[int], count: int, provide_state: ProvideState, server: StateServer) -> None:
+        started = time.monotonic()
+        self._events.emit("handing_out", to=joined)
+        state, error = None, ""
+        try:
+            state = provide_state(joined)
+        except Exception as exception:  # a callback's own code: the joiner fails of it, the survivors do not
+            error = "".join(traceback.format_exception(exception))
+            log.exception("The state for slots %s could not be collected.", joined)
+        encoded = encode({"joined": joined, "state": state, "error": error})
+        server.send(encoded, count, self._timeout)
+        elapsed = round(1e3 * (time.monotonic() - started), 2)
+        num_bytes = len(encoded.header) + sum(storage.numel() for storage in encoded.storages)
+        self._events.emit("handed_out", to=joined, bytes=num_bytes, ms=elapsed)

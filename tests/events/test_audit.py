@@ -1,0 +1,125 @@
+from typing import Any
+
+import pytest
+
+from lightning_ft.events.audit import audit
+
+Record = dict[str, Any]
+
+
+def event(kind: str, t: float, /, slot: int | None = None, incarnation: int = 0, **fields: Any) -> Record:
+    return {"t": t, "event": kind, "slot": slot, "incarnation": incarnation, **fields}
+
+
+def step(
+    t: float, number: int, slot: int, tickets: dict[str, list[int]], incarnation: int = 0, epoch: int = 0
+) -> Record:
+    members = sorted(map(int, tickets))
+    return event("step", t, slot, incarnation, step=number, epoch=epoch, tickets=tickets, members=members)
+
+
+def change(t: float, number: int, slot: int | None, **fields: Any) -> Record:
+    if slot is None:
+        return event("generation", t, None, number=number, incarnations={}, hold=False, **fields)
+    return event("generation", t, slot, generation=number, stall_ms=20.0, **{"joined": [], "dead": [], **fields})
+
+
+def one_death() -> list[Record]:
+    """Slot 1 of 2 dies after step 2, is back for step 5, and the epoch of 8 tickets is trained in 5 steps."""
+    records = [
+        change(0.0, 1, None, members=[0, 1], reason="start", dead=[]),
+        event("epoch", 0.5, 0, epoch=0, num_tickets=8),
+        *(step(1.0, 1, slot, {"0": [0], "1": [1]}) for slot in (0, 1)),
+        *(step(2.0, 2, slot, {"0": [2], "1": [3]}) for slot in (0, 1)),
+        event("exit", 2.5, 1, 0, how="SIGKILL", code=-9, member=True),
+        change(2.6, 2, None, members=[0], reason="death", dead=[{"slot": 1, "incarnation": 0, "how": "SIGKILL"}]),
+        change(2.7, 2, 0, members=[0], reason="death", dead=[[1, "SIGKILL"]]),
+        step(3.5, 3, 0, {"0": [4]}),
+        step(4.5, 4, 0, {"0": [6]}),
+        change(4.9, 3, None, members=[0, 1], reason="join", dead=[]),
+        change(5.0, 3, 0, members=[0, 1], reason="join", joined=[1]),
+        event("joined", 5.1, 1, 1, step=4, epoch=0),
+        *(step(6.0, 5, slot, {"0": [5], "1": [7]}, incarnation=slot) for slot in (0, 1)),
+        event("exit", 7.0, 0, 0, how="exit code 0", code=0, member=False),
+        event("finish", 8.0, code=0, error=None),
+    ]
+    return records
+
+
+def test_a_death_is_described_by_what_it_cost() -> None:
+    found = audit(one_death())
+    (death,) = found.deaths
+    assert (death.slot, death.incarnation, death.how, death.step) == (1, 0, "SIGKILL", 2)
+    assert found.median_step == 1.0
+    assert death.recovery == pytest.approx(1.0)
+    assert death.stall == pytest.approx(0.5)
+    assert death.reconfiguration == pytest.approx(0.02)
+    assert death.respawn == pytest.approx(3.5)
+
+
+def test_a_death_that_a_plan_caused_happened_when_the_fault_fired() -> None:
+    fault = event("fault", 2.4, 1, 0, index=0, kind="kill", point="forward", step=2)
+    (death,) = audit([*one_death(), fault]).deaths
+    assert death.time == 2.4
+    assert death.recovery == pytest.approx(1.1)
+
+
+def test_a_join_is_described_by_the_gap_in_the_steps_of_the_others() -> None:
+    (join,) = audit(one_death()).joins
+    assert (join.slot, join.incarnation, join.step) == (1, 1, 4)
+    assert join.gap == pytest.approx(0.5)
+
+
+def test_a_run_that_trained_everything_once_has_no_problems() -> None:
+    found = audit(one_death())
+    assert found.problems() == []
+    assert found.steps == (1, 2, 3, 4, 5)
+    assert found.exit_code == 0
+    assert [(g.reason, g.members, g.dead) for g in found.generations] == [
+        ("start", (0, 1), ()),
+        ("death", (0,), (1,)),
+        ("join", (0, 1), ()),
+    ]
+
+
+def test_tickets_trained_twice_or_never_are_listed() -> None:
+    records = [
+        event("epoch", 0.0, 0, epoch=0, num_tickets=4),
+        step(1.0, 1, 0, {"0": [0], "1": [1]}),
+        step(2.0, 2, 0, {"0": [1], "1": [9]}),
+    ]
+    found = audit(records)
+    assert (found.epochs[0].twice, found.epochs[0].never, found.epochs[0].unknown) == ((1,), (2, 3), (9,))
+    assert found.problems() == [
+        "Epoch 0 trained 1 twice.",
+        "Epoch 0 trained 2, 3 never.",
+        "Epoch 0 trained 9 without having it.",
+    ]
+    assert "Epoch 0 trained 2, 3 never." not in found.problems(unfinished_epoch=True)
+
+
+def test_an_epoch_that_nobody_announced_cannot_be_complete() -> None:
+    assert audit([step(1.0, 1, 0, {"0": [0]})]).problems() == ["Nobody said how many batches epoch 0 has."]
+
+
+def test_steps_that_nobody_committed_are_lost() -> None:
+    records = [step(float(number), number, 0, {"0": []}) for number in (1, 2, 5)]
+    assert audit(records).steps_lost == (3, 4)
+
+
+def test_ranks_that_record_different_contents_of_a_step_are_a_conflict() -> None:
+    records = [step(1.0, 1, 0, {"0": [0], "1": [1]}), step(1.0, 1, 1, {"0": [0], "1": [2]})]
+    assert audit(records).conflicts == (1,)
+
+
+def test_a_run_without_a_step_has_an_audit() -> None:
+    found = audit([event("exit", 1.0, 0, 0, how="exit code 1", code=1, member=False)])
+    assert found.steps == ()
+    assert found.median_step is None
+    (death,) = found.deaths
+    assert (death.member, death.recovery, death.stall, death.respawn) == (False, None, None, None)
+
+
+def test_a_long_list_of_tickets_is_cut_in_the_sentence() -> None:
+    records = [event("epoch", 0.0, 0, epoch=0, num_tickets=20), step(1.0, 1, 0, {"0": [0]})]
+    assert audit(records).problems() == ["Epoch 0 trained 1, 2, 3, 4, 5, 6, 7, 8 and 11 more never."]
