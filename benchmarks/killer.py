@@ -28,7 +28,7 @@ class Killer:
     @property
     def directory(self) -> Path | None:
         """Where the job writes its events, once it does."""
-        found = list(self._root.glob("**/lightning_ft/*/supervisor.jsonl"))
+        found = list(self._root.glob("**/ft_events/*/supervisor.jsonl"))
         return found[0].parent if found else None
 
     def settled(self) -> dict[int, int]:

@@ -45,9 +45,7 @@ def main() -> None:
                 durations[strategy] += steps_taken
                 medians[strategy] = statistics.median(steps_taken)
             ratios.append(medians["ft"] / medians["ddp"])
-            print(
-                f"{size} round {number}: ft {1e3 * medians['ft']:.3f} ms, ddp {1e3 * medians['ddp']:.3f} ms", flush=True
-            )
+            print(f"{size} round {number}: ft {1e3 * medians['ft']:.3f} ms, ddp {1e3 * medians['ddp']:.3f} ms", flush=True)
         median = {strategy: statistics.median(values) for strategy, values in durations.items()}
         result[f"ratio_{size}"] = round(median["ft"] / median["ddp"], 4)
         result[f"ratio_of_rounds_{size}"] = round(statistics.median(ratios), 4)

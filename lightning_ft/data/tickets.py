@@ -177,9 +177,7 @@ class TicketPlan:
 
         """
         if state["version"] != _STATE_VERSION:
-            raise ValueError(
-                f"`TicketPlan` state of version {state['version']} cannot be read: expected {_STATE_VERSION}."
-            )
+            raise ValueError(f"`TicketPlan` state of version {state['version']} cannot be read: expected {_STATE_VERSION}.")
         if state["num_tickets"] != self.num_tickets:
             raise ValueError(
                 f"`TicketPlan` state is of an epoch of {state['num_tickets']} batches, but this one has "

@@ -57,9 +57,7 @@ class Collectives:
         if value.numel() * value.element_size() <= _INLINE_TENSOR_BYTES:
             weighted = value if self.weight else torch.zeros_like(value)  # not times 0: it may be NaN
             inline = _WEIGHT.pack(self.weight) + _to_bytes(weighted)
-            rows: list[bytes] = self._engine.run(
-                "mean", lambda exchange: exchange.inline, size=value.numel(), inline=inline
-            )
+            rows: list[bytes] = self._engine.run("mean", lambda exchange: exchange.inline, size=value.numel(), inline=inline)
             total: float = sum(_WEIGHT.unpack(row[: _WEIGHT.size])[0] for row in rows)
             parts: Tensor = torch.stack([_from_bytes(row[_WEIGHT.size :], value) for row in rows])
             return parts.sum(0) / max(total, 1.0)
@@ -125,9 +123,7 @@ class Collectives:
             (length,) = struct.unpack("=q", exchange.inline[min(src, exchange.size - 1)])
             if exchange.rank == src and length == len(value):
                 buffer = (
-                    torch.frombuffer(bytearray(value), dtype=torch.uint8)
-                    if value
-                    else torch.empty(0, dtype=torch.uint8)
+                    torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
                 )
             else:
                 buffer = torch.empty(length, dtype=torch.uint8)

@@ -101,9 +101,7 @@ def supervisor_command(
     return [sys.executable, *flags, "-m", SUPERVISOR_MODULE, *arguments, "--", *program]
 
 
-def exec_supervisor(
-    num_slots: int, program: Sequence[str] | None = None, *, start_method: StartMethod = "auto"
-) -> NoReturn:
+def exec_supervisor(num_slots: int, program: Sequence[str] | None = None, *, start_method: StartMethod = "auto") -> NoReturn:
     """Become the supervisor: same process id, same terminal, none of the memory."""
     command = supervisor_command(num_slots, program, start_method=start_method)
     # Read when torch and numpy are loaded, which the new interpreter does before it runs a line of ours. One for

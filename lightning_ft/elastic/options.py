@@ -40,8 +40,7 @@ class SupervisionOptions:
                 raise ValueError(f"`SupervisionOptions({name}={value})` is not valid: expected seconds, 0 or more.")
         if self.start_method not in get_args(StartMethod):
             raise ValueError(
-                f"`SupervisionOptions(start_method={self.start_method!r})` is not valid: "
-                "expected 'auto', 'fork' or 'spawn'."
+                f"`SupervisionOptions(start_method={self.start_method!r})` is not valid: expected 'auto', 'fork' or 'spawn'."
             )
 
 

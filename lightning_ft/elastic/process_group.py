@@ -89,7 +89,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
         gathered = self._collectives.all_gather(tensor)
         if len(gathered) != expected:
             raise RuntimeError(
-                f"`torch.distributed.all_gather` into {expected} tensors, but {len(gathered)} ranks are alive: the membership"
+                f"`torch.distributed.all_gather` into {expected} tensors, but {len(gathered)} ranks are alive: membership"
                 " changed. Use `self.all_gather`, which returns one row for every live rank."
             )
         return gathered

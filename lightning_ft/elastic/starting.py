@@ -124,12 +124,8 @@ class Starter:
     def _lose_zygote(self) -> None:
         """Go on without: what it was asked for and did not do starts from nothing."""
         assert self._zygote is not None
-        log.warning(
-            "Respawns take longer from now on: the process that forks ranks (pid %d) is gone.", self._zygote.pid
-        )
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # one that only stopped answering must not fork a second rank later
+        log.warning("Respawns take longer from now on: the process that forks ranks (pid %d) is gone.", self._zygote.pid)
+        with contextlib.suppress(ProcessLookupError):  # one that only stopped answering must not fork a second rank later
             os.kill(self._zygote.pid, signal.SIGKILL)
         self.close()
         requests, self._requests = self._requests, deque()

@@ -22,9 +22,7 @@ from lightning_ft.errors import MalformedStateError, UnsupportedStateError
 _FORMAT = "lightning_ft.state/1"
 _MAX_DEPTH = 100  # far from the interpreter's own limit, which would end in a less helpful error
 _MAX_PLAIN_INT = 2**63
-_DEFAULT_ADVICE = (
-    "Return plain data and tensors from `state_dict()`, or leave this out and build it again on each rank."
-)
+_DEFAULT_ADVICE = "Return plain data and tensors from `state_dict()`, or leave this out and build it again on each rank."
 
 _Where = tuple["_Where", Any] | tuple[()]  # the last key or index on the way to a value, after those before it
 
@@ -151,9 +149,7 @@ class _Encoder:
             return [MAPPINGS[kind], *self._encode_head(value, path), *self._encode_items(value, path)]
         tag = find_tag(value)
         if tag is None:
-            raise UnsupportedStateError(
-                _format(path), f"it is a {kind.__module__}.{kind.__qualname__}", _DEFAULT_ADVICE
-            )
+            raise UnsupportedStateError(_format(path), f"it is a {kind.__module__}.{kind.__qualname__}", _DEFAULT_ADVICE)
         parts = CODECS[tag][0](value)
         indexed = kind in (list, tuple, deque)
         return [tag, *(self.encode(part, (path, i) if indexed else path) for i, part in enumerate(parts))]

@@ -94,9 +94,7 @@ def _as_bytes(tensor: Tensor, begin: int, end: int) -> Tensor:
 def place_storages(storages: Sequence[Tensor], device: torch.device | str | None) -> list[Tensor]:
     """Bring received storages to a device and to an address at which views of any type are valid."""
     placed = [storage if device is None else storage.to(device) for storage in storages]
-    return [
-        storage if _is_usable(storage) else storage.clone(memory_format=torch.contiguous_format) for storage in placed
-    ]
+    return [storage if _is_usable(storage) else storage.clone(memory_format=torch.contiguous_format) for storage in placed]
 
 
 def _is_usable(storage: Tensor) -> bool:

@@ -96,9 +96,7 @@ class Zygote:
         """Return the descriptor that is readable when :meth:`reply` will not wait, for selectors."""
         return self._socket.fileno()
 
-    def spawn(
-        self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
-    ) -> int:
+    def spawn(self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int) -> int:
         """Start ``command`` and return its process id.
 
         Args:

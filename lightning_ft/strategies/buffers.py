@@ -32,8 +32,6 @@ class BufferSync:
         """
         buffers = list(self._module.buffers())
         if self.due and buffers:
-            for buffer, value in zip(
-                buffers, self._collectives.broadcast_tensors(buffers, label="buffers"), strict=True
-            ):
+            for buffer, value in zip(buffers, self._collectives.broadcast_tensors(buffers, label="buffers"), strict=True):
                 buffer.detach().copy_(value)
         self.due = torch.is_grad_enabled() and synchronize_gradients

@@ -29,7 +29,7 @@ from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.local import LocalEngine
-from lightning_ft.elastic.options import Policy, SupervisionOptions
+from lightning_ft.elastic.options import Policy, StartMethod, SupervisionOptions
 from lightning_ft.elastic.process_group import install_once
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.events.log import EventLog
@@ -145,6 +145,11 @@ class FTStrategy(ParallelStrategy):
         """Slots of the live ranks, by rank."""
         return self.engine.members
 
+    @property
+    def start_method(self) -> StartMethod:
+        """How ranks are started."""
+        return self._policy.start_method
+
     def exclude(self, slot: int, reason: str) -> None:
         """Remove a live rank that is not to be trusted; its slot is started again as after a death.
 
@@ -199,9 +204,7 @@ class FTStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         assert self.lightning_module is not None
-        self._live = LiveTraining(
-            trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup
-        )
+        self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
@@ -234,7 +237,7 @@ class FTStrategy(ParallelStrategy):
     def _open_event_log(self, trainer: Trainer) -> None:
         if isinstance(self.engine, LocalEngine):
             root = Path(trainer.log_dir or trainer.default_root_dir).absolute()
-            self.event_directory = root / "lightning_ft" / self.engine.run_id
+            self.event_directory = root / "ft_events" / self.engine.run_id
             self.events.open(self.event_directory)
             self.engine.report_log(str(self.event_directory))
 

@@ -10,7 +10,8 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
-from lightning_ft.elastic.command import supervisor_command
+from lightning_ft.elastic.command import exec_supervisor
+from lightning_ft.elastic.last_words import report_uncaught
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.strategies.joining import PEER_CHECKPOINT
 
@@ -45,12 +46,13 @@ class ElasticLauncher(_Launcher):
         num_slots = self._strategy.num_processes
         if environment is None and num_slots > 1:
             _refuse_in_process(num_slots)
-            _become_supervisor(num_slots)
+            exec_supervisor(num_slots, start_method=self._strategy.start_method)
         if environment is not None and environment.num_slots != num_slots:
             raise MisconfigurationException(
                 f"`Trainer(devices={num_slots})`, but `lightning-ft run -n {environment.num_slots}` started"
                 f" {environment.num_slots} ranks. Make the two agree, or leave `devices` at 'auto'."
             )
+        report_uncaught()
         engine = self._strategy.start_engine(environment)
         fn = function.__name__.removeprefix("_").removesuffix("_impl")
         mode = engine.begin_call(fn)
@@ -86,11 +88,3 @@ def _refuse_in_process(num_slots: int) -> None:
             "`FTStrategy` starts and watches its own ranks, but this process was started as one of a job (`RANK` and"
             f" `WORLD_SIZE` are set, as `torchrun` does). Start it with `lightning-ft run -n {num_slots} train.py`."
         )
-
-
-def _become_supervisor(num_slots: int) -> None:
-    """Replace this process: it keeps its id and its terminal, and its memory goes to the ranks."""
-    command = supervisor_command(num_slots)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execv(command[0], command)

@@ -15,7 +15,7 @@ def logger_versions(trainer: Trainer) -> list[Any]:
 
 
 def adopt_versions(trainer: Trainer, versions: list[Any] | None) -> None:
-    """Have the loggers of a joiner know the version that the others write to."""
+    """Have the loggers of this rank know the version that rank 0 chose; each rank looks for a free one by itself."""
     for logger, version in zip(trainer.loggers, versions or [], strict=False):
         if hasattr(logger, "_version"):
             logger._version = version

@@ -129,6 +129,7 @@ class LiveTraining:
             self._startup.close()
             if self._logger_versions is None:
                 self._logger_versions = self._collectives.broadcast_object(leadership.logger_versions(self.trainer))
+                leadership.adopt_versions(self.trainer, self._logger_versions)
         if self._pause_agreed:
             self._admit()
         replicas = f"{len(self._engine.members)}/{self._engine.num_slots}"
@@ -212,6 +213,4 @@ def _tell(change: Change, num_slots: int, step: int) -> None:
     if change.reason == "join" and joined:
         message = "Slot%s %s back at step %s; %s."
         names = ", ".join(map(str, joined))
-        log.info(
-            message, "" if len(joined) == 1 else "s", f"{names} {'is' if len(joined) == 1 else 'are'}", step, alive
-        )
+        log.info(message, "" if len(joined) == 1 else "s", f"{names} {'is' if len(joined) == 1 else 'are'}", step, alive)

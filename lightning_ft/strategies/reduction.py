@@ -188,9 +188,7 @@ class GradientReducer:
     def _write_back(self) -> None:
         used: Tensor | None = None
         for bucket in self._buckets:
-            pairs = [
-                (p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True) if p.grad is not None
-            ]
+            pairs = [(p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True) if p.grad is not None]
             if pairs:
                 torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
             if len(pairs) == len(bucket.parameters):

@@ -173,9 +173,7 @@ def run_ranks(
     """
     if directory is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return run_ranks(
-                target, num_ranks, args=args, max_restarts=max_restarts, directory=temporary, timeout=timeout
-            )
+            return run_ranks(target, num_ranks, args=args, max_restarts=max_restarts, directory=temporary, timeout=timeout)
     place = _new_directory(Path(directory), "ranks")
     request = {
         "file": inspect.getfile(target),
@@ -248,7 +246,7 @@ def _new_directory(parent: Path, name: str) -> Path:
 
 def _runs(directory: Path) -> set[Path]:
     """The directories that hold a run's events; a run has several if its logs went to several places."""
-    return {path.parent for path in directory.rglob("lightning_ft/*/*.jsonl")}
+    return {path.parent for path in directory.rglob("ft_events/*/*.jsonl")}
 
 
 def _read_new_events(directory: Path, known: set[Path]) -> Events:

@@ -11,9 +11,7 @@ def event(kind: str, t: float, /, slot: int | None = None, incarnation: int = 0,
     return {"t": t, "event": kind, "slot": slot, "incarnation": incarnation, **fields}
 
 
-def step(
-    t: float, number: int, slot: int, tickets: dict[str, list[int]], incarnation: int = 0, epoch: int = 0
-) -> Record:
+def step(t: float, number: int, slot: int, tickets: dict[str, list[int]], incarnation: int = 0, epoch: int = 0) -> Record:
     members = sorted(map(int, tickets))
     return event("step", t, slot, incarnation, step=number, epoch=epoch, tickets=tickets, members=members)
 

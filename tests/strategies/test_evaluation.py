@@ -7,9 +7,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from lightning_ft.strategies.evaluation import EvaluationShards
 
 NO_LOOP = SimpleNamespace(
-    fit_loop=SimpleNamespace(
-        epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(_combined_loader=None, _max_batches=[]))
-    )
+    fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(_combined_loader=None, _max_batches=[])))
 )
 
 
