@@ -198,7 +198,8 @@ def summary(record: Audit, identical: bool) -> tuple[str, bool]:
     stalls = ", ".join(f"{1e3 * death.stall:.0f}" for death in record.deaths if death.stall is not None)
     text = (
         f"deaths {len(record.deaths)} (stalls: {stalls} ms), rejoined {len(record.joins)},"
-        f" steps lost {len(record.steps_lost)}, batches trained twice {twice}, never {never}, weights of all ranks bit-identical: {'yes' if identical else 'NO'}"
+        f" steps lost {len(record.steps_lost)}, batches trained twice {twice}, never {never},"
+        f" weights of all ranks bit-identical: {'yes' if identical else 'NO'}"
     )
     good = identical and len(record.deaths) == len(record.joins) == 2 and not record.problems()
     return text, good

@@ -163,6 +163,9 @@ class Membership:
         rank.raised = message
         if self._verdict is not None or (self._signal is not None and message["exception"] in _TERMINATIONS):
             return
+        if message["exception"] == "SIGTERMException":  # one rank was told to end, and the ranks agreed on the step
+            self._conclude(message["code"], None, now)
+            return
         slots = self._raised.setdefault((message["exception"], message["message"]), set())
         if not slots:
             self._roster.act(Show(rank.slot, message["traceback"]))
@@ -171,10 +174,10 @@ class Membership:
         if self._signal is not None or message["code"] == 0:
             return
         if not self._has_progressed:
-            self._abort(message["code"], f"{told} before the first step.", now, spare=rank.slot)
+            self._abort(message["code"], f"{told} before the first step.", now)
         elif len(slots) > 1 and self.members and slots.issuperset(self.members):
             error = f"{told}, and so did every other member, without a step in between."
-            self._abort(message["code"], error, now, spare=rank.slot)
+            self._abort(message["code"], error, now)
 
     def _on_exclude(self, slot: int, reason: str) -> None:
         rank = self._roster.ranks.get(slot)
@@ -205,11 +208,11 @@ class Membership:
             return f"it stays out after {limit} respawn{'s' * (limit > 1)}" if limit else "it stays out"
         return f"respawning ({count} of {limit})"
 
-    def _abort(self, code: int, error: str | None, now: float, spare: int | None = None) -> None:
-        """End the job: everybody is killed, except ``spare``, which is about to end by itself."""
+    def _abort(self, code: int, error: str | None, now: float) -> None:
+        """End the job: everybody is killed, except those that raised, which handle that and end by themselves."""
         self._conclude(code, error, now)
         for rank in self._roster.ranks.values():
-            if rank.slot != spare:
+            if rank.raised is None:
                 self._roster.kill(rank)
 
     def _stop(self, error: str, now: float) -> None:
