@@ -89,6 +89,7 @@ class Membership:
                 self._has_progressed = True
                 self._raised.clear()
                 self._generations.progressed()
+                self._respawns.progressed(slot)
             case "exception":
                 self._on_exception(rank, message, now)
             case "exclude":

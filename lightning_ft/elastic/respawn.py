@@ -10,9 +10,14 @@ _LONGEST_DELAY = 30.0
 
 @dataclass
 class Respawns:
-    """Respawns of each slot: how many within the window, and which are due when."""
+    """Respawns of each slot: how many within the window, and which are due when.
+
+    A slot whose process has taken part in a step starts again at once; one that dies before that, again and again, waits
+    twice as long each time.
+    """
 
     _past: dict[int, list[float]] = field(default_factory=dict)
+    _fruitless: dict[int, int] = field(default_factory=dict)
     _due: dict[int, float] = field(default_factory=dict)
 
     def schedule(self, slot: int, now: float, window: float, limit: int) -> int | None:
@@ -25,10 +30,16 @@ class Respawns:
         recent = [time for time in self._past.get(slot, ()) if now - time < window]
         if len(recent) >= limit:
             return None
-        delay = min(_FIRST_DELAY * 2 ** (len(recent) - 1), _LONGEST_DELAY) if recent else 0.0
+        fruitless = self._fruitless.get(slot, 0) if recent else 0
+        delay = min(_FIRST_DELAY * 2 ** (fruitless - 1), _LONGEST_DELAY) if fruitless else 0.0
+        self._fruitless[slot] = fruitless + 1
         self._past[slot] = [*recent, now]
         self._due[slot] = now + delay
         return len(recent) + 1
+
+    def progressed(self, slot: int) -> None:
+        """Note that the process of ``slot`` takes part: should it die, something happened to it."""
+        self._fruitless[slot] = 0
 
     def take_due(self, now: float) -> list[int]:
         """Return the slots to start now, and forget them."""

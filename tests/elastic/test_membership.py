@@ -516,6 +516,16 @@ def test_rank_that_ignores_the_stop_is_killed_after_the_grace() -> None:
 # Rule 7: respawns.
 
 
+def test_slot_that_took_part_in_a_step_is_respawned_at_once_however_often_it_died() -> None:
+    job = Job(2, max_restarts=10)
+    job.train()
+    for incarnation in range(1, 5):
+        job.kill(1)
+        assert job.spawned[-1] == (1, incarnation)
+        job.rejoin(1)
+        job.tell(1, "progress", step=incarnation)
+
+
 def test_respawns_of_a_slot_wait_longer_each_time_and_end_at_the_limit() -> None:
     job = Job(2, max_restarts=4)
     job.train()
