@@ -31,11 +31,11 @@ def run(strategy: str, size: str, steps: int, devices: int) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--devices", type=int, default=2)
     options = parser.parse_args()
     result: dict[str, float] = {}
-    for size, steps in (("0.1M", 800), ("10M", 120)):
+    for size, steps in (("0.1M", 600), ("10M", 60)):
         durations: dict[str, list[float]] = {"ft": [], "ddp": []}
         ratios = []
         for number in range(options.rounds):

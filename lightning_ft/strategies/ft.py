@@ -29,7 +29,7 @@ from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.local import LocalEngine
-from lightning_ft.elastic.options import Policy, StartMethod, SupervisionOptions
+from lightning_ft.elastic.options import Policy, SupervisionOptions
 from lightning_ft.elastic.process_group import install_once
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.events.log import EventLog
@@ -145,11 +145,6 @@ class FTStrategy(ParallelStrategy):
         """Slots of the live ranks, by rank."""
         return self.engine.members
 
-    @property
-    def start_method(self) -> StartMethod:
-        """How ranks are started."""
-        return self._policy.start_method
-
     def exclude(self, slot: int, reason: str) -> None:
         """Remove a live rank that is not to be trusted; its slot is started again as after a death.
 
@@ -176,9 +171,9 @@ class FTStrategy(ParallelStrategy):
                 f"`FTStrategy(min_replicas={self._policy.min_replicas})` with `devices={self.num_processes}`:"
                 f" expected 1 to {self.num_processes}."
             )
-        self._launcher = ElasticLauncher(self)
+        self._launcher = ElasticLauncher(self.num_processes, self._policy.start_method, self._start_engine)
 
-    def start_engine(self, environment: RankEnvironment | None) -> Engine:
+    def _start_engine(self, environment: RankEnvironment | None) -> Engine:
         """Return the engine of this process, started at its first Trainer call."""
         if environment is not None and isinstance(self.engine, SoloEngine):
             self.engine = engine = LocalEngine.of_process(environment, self._policy, self._timeout)

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -11,12 +11,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from typing_extensions import override
 
 from lightning_ft.elastic.command import exec_supervisor
+from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.last_words import report_uncaught
+from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.strategies.joining import PEER_CHECKPOINT
-
-if TYPE_CHECKING:
-    from lightning_ft.strategies.ft import FTStrategy
 
 _CKPT_PATH_POSITION = {"_fit_impl": 4}
 
@@ -25,12 +24,21 @@ class ElasticLauncher(_Launcher):
     """Runs each Trainer call under the supervisor, which the first call becomes if there is none yet.
 
     Args:
-        strategy: The strategy whose calls are launched.
+        num_slots: How many ranks the Trainer asks for.
+        start_method: How they are started.
+        start_engine: Returns the engine of this process.
 
     """
 
-    def __init__(self, strategy: "FTStrategy") -> None:
-        self._strategy = strategy
+    def __init__(
+        self,
+        num_slots: int,
+        start_method: StartMethod,
+        start_engine: Callable[[RankEnvironment | None], Engine],
+    ) -> None:
+        self._num_slots = num_slots
+        self._start_method = start_method
+        self._start_engine = start_engine
 
     @property
     @override
@@ -43,17 +51,17 @@ class ElasticLauncher(_Launcher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         environment = RankEnvironment.from_environ(os.environ)
-        num_slots = self._strategy.num_processes
+        num_slots = self._num_slots
         if environment is None and num_slots > 1:
             _refuse_in_process(num_slots)
-            exec_supervisor(num_slots, start_method=self._strategy.start_method)
+            exec_supervisor(num_slots, start_method=self._start_method)
         if environment is not None and environment.num_slots != num_slots:
             raise MisconfigurationException(
                 f"`Trainer(devices={num_slots})`, but `lightning-ft run -n {environment.num_slots}` started"
-                f" {environment.num_slots} ranks. Make the two agree, or leave `devices` at 'auto'."
+                f" {environment.num_slots} ranks. Make the two agree."
             )
         report_uncaught()
-        engine = self._strategy.start_engine(environment)
+        engine = self._start_engine(environment)
         fn = function.__name__.removeprefix("_").removesuffix("_impl")
         mode = engine.begin_call(fn)
         if mode == "skip":

@@ -1,0 +1,130 @@
+"""FTStrategy in one process: its arguments, and training on a single device."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lightning_ft import FTStrategy, SupervisionOptions
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layers(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self.layers(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(row,) for row in torch.rand(10, 4)])
+
+
+def data(shuffle=False):
+    return DataLoader(TensorDataset(torch.arange(80.0).view(20, 4)), batch_size=3, shuffle=shuffle)
+
+
+def run(tmp_path, strategy, **arguments):
+    seed_everything(3, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        **{"devices": 1, "enable_checkpointing": False, **arguments},
+    )
+    module = Module()
+    trainer.fit(module, data(shuffle=True), data())
+    return trainer, module
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_single_device_computes_what_it_computes_under_ddp(tmp_path, accumulate):
+    results = []
+    for strategy in (FTStrategy(), "ddp"):
+        trainer, module = run(tmp_path, strategy, accumulate_grad_batches=accumulate)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics |= trainer.test(module, data(), verbose=False)[0]
+        predictions = torch.cat(trainer.predict(module, data()))
+        results.append((metrics, [value.tolist() for value in module.state_dict().values()], predictions.tolist()))
+    torch.distributed.destroy_process_group()
+    assert results[0] == results[1]
+
+
+def test_single_device_takes_streams(tmp_path):
+    trainer = Trainer(accelerator="cpu", devices=1, strategy="ft", max_epochs=1, logger=False, enable_checkpointing=False)
+    trainer.fit(Module(), DataLoader(Stream(), batch_size=2), DataLoader(Stream(), batch_size=2))
+    assert trainer.global_step == 5
+
+
+def test_several_ranks_within_pytest_are_refused_with_the_command_to_use(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"within pytest.*lightning-ft run -n 2 train.py.*devices=1"):
+        run(tmp_path, FTStrategy(), devices=2)
+
+
+def test_process_of_another_launcher_is_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MisconfigurationException, match=r"started as one of a job.*lightning-ft run -n 2"):
+        run(tmp_path, FTStrategy(), devices=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_restarts": -1}, r"`max_restarts=-1` is not valid: expected 0 or more"),
+        ({"min_replicas": 0}, r"`min_replicas=0` is not valid: expected 1 or more"),
+        ({"timeout": 0}, r"`timeout=0` is not valid: expected more than 0 seconds"),
+        ({"timeout": -2.5}, r"`timeout=-2.5` is not valid"),
+    ],
+)
+def test_wrong_argument_is_named_with_its_value_and_what_was_expected(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        FTStrategy(**arguments)
+
+
+def test_wrong_supervision_option_is_named():
+    with pytest.raises(ValueError, match=r"start_method='thread'.*expected 'auto', 'fork' or 'spawn'"):
+        SupervisionOptions(start_method="thread")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"devices": 2, "strategy": FTStrategy(min_replicas=3)}, r"min_replicas=3.*devices=2.*expected 1 to 2"),
+        ({"devices": 2, "strategy": FTStrategy(), "num_nodes": 2}, r"num_nodes=2.*expected 1"),
+    ],
+)
+def test_wrong_combination_is_refused_when_the_trainer_is_made(arguments, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        Trainer(accelerator="cpu", **arguments)
+
+
+def test_names_are_registered():
+    assert {"ft", "lightning_ft.ftstrategy", "lightning_ft.strategies.ft.ftstrategy"} <= set(
+        StrategyRegistry.available_strategies()
+    )
