@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, get_args
 
-from lightning_ft.elastic.command import exec_supervisor
 from lightning_ft.elastic.options import StartMethod
+from lightning_ft.supervision.command import exec_supervisor
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

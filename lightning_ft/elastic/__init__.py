@@ -1,1 +1,1 @@
-"""Membership of a job whose ranks come and go: the supervisor's side, and the engine in the ranks."""
+"""Membership of a job whose ranks come and go, inside the ranks: generations, process groups, retried operations."""

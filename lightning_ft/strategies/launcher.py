@@ -10,12 +10,12 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from typing_extensions import override
 
-from lightning_ft.elastic.command import exec_supervisor
 from lightning_ft.elastic.engine import Engine
-from lightning_ft.elastic.last_words import report_uncaught
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.strategies.joining import PEER_CHECKPOINT
+from lightning_ft.supervision.command import exec_supervisor
+from lightning_ft.supervision.last_words import report_uncaught
 
 _CKPT_PATH_POSITION = {"_fit_impl": 4}
 

@@ -95,7 +95,7 @@ def run_job(
             faults.directory = str(_new_directory(place, "faults"))
         variables[ENVIRONMENT_VARIABLE] = faults.to_json()
     program = [os.fspath(Path(script).absolute()), *args]
-    supervisor = ["-m", "lightning_ft.elastic.supervisor", "--num-slots", str(num_slots), "--", *program]
+    supervisor = ["-m", "lightning_ft.supervision.supervisor", "--num-slots", str(num_slots), "--", *program]
     started = time.monotonic()
     known = _runs(place)
     ((code, stdout, stderr),) = _run_processes([supervisor], [variables], place, timeout)
@@ -184,7 +184,7 @@ def run_ranks(
         "directory": str(place),
     }
     program = ["-m", "lightning_ft.testing.rank", json.dumps(request)]
-    supervisor = ["-m", "lightning_ft.elastic.supervisor", "--num-slots", str(num_ranks), "--", *program]
+    supervisor = ["-m", "lightning_ft.supervision.supervisor", "--num-slots", str(num_ranks), "--", *program]
     ((code, stdout, stderr),) = _run_processes([supervisor], [{}], Path(directory), timeout)
     assert code == 0, f"The ranks ended with code {code}.\n{_tail(stdout, stderr)}"
     paths = [place / f"result_{slot}.json" for slot in range(num_ranks)]

@@ -8,8 +8,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_ft.elastic.processes import become_subreaper
-from lightning_ft.elastic.zygote import Zygote
+from lightning_ft.supervision.processes import become_subreaper
+from lightning_ft.supervision.zygote import Zygote
 
 _server: "ForkServer | None" = None
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_ft.elastic.actions import Action, Finish, Notice, Send, Show, Signal, Spawn
-from lightning_ft.elastic.membership import Membership
 from lightning_ft.elastic.options import Policy
+from lightning_ft.supervision.actions import Action, Finish, Notice, Send, Show, Signal, Spawn
+from lightning_ft.supervision.membership import Membership
 
 
 class Job:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import AtTop, Death, Failed, Generation, Go, JoinWanted, Ready, Reason
-from lightning_ft.elastic.roster import Rank, Roster
+from lightning_ft.supervision.roster import Rank, Roster
 
 _MAX_ERRORS = 5
 _FIRST_RETRY_DELAY = 0.05

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from lightning_ft.elastic import command
+from lightning_ft.supervision import command
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_command_line_is_split_as_the_interpreter_does(line: str, flags: str, pr
 
 def test_supervisor_gets_the_flags_and_the_program_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "-Xdev", "-um", "pkg.train", "--n", "2"])
-    supervisor = [sys.executable, "-Xdev", "-u", "-m", "lightning_ft.elastic.supervisor", "--num-slots", "4"]
+    supervisor = [sys.executable, "-Xdev", "-u", "-m", "lightning_ft.supervision.supervisor", "--num-slots", "4"]
     assert command.supervisor_command(4) == [*supervisor, "--", "-m", "pkg.train", "--n", "2"]
     expected = [*supervisor, "--start-method", "spawn", "--", "other.py"]
     assert command.supervisor_command(4, ["other.py"], start_method="spawn") == expected

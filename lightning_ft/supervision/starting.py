@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lightning_ft.elastic.command import split
 from lightning_ft.elastic.options import StartMethod
-from lightning_ft.elastic.preload import preload
-from lightning_ft.elastic.processes import end_with_parent, num_threads
-from lightning_ft.elastic.zygote import Zygote
+from lightning_ft.supervision.command import split
+from lightning_ft.supervision.preload import preload
+from lightning_ft.supervision.processes import end_with_parent, num_threads
+from lightning_ft.supervision.zygote import Zygote
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from lightning_ft.elastic.actions import Action, Record, Send, Signal
 from lightning_ft.elastic.protocol import FromSupervisor, Raised
+from lightning_ft.supervision.actions import Action, Record, Send, Signal
 
 
 class Phase(Enum):

@@ -17,7 +17,7 @@ from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any, NoReturn
 
-from lightning_ft.elastic.last_words import report_uncaught
+from lightning_ft.supervision.last_words import report_uncaught
 
 
 def restore_signals() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_ft.elastic.output import Output, Writer
+from lightning_ft.supervision.output import Output, Writer
 
 
 class Screen:

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from lightning_ft.elastic import program
-from lightning_ft.elastic.command import split
-from lightning_ft.elastic.preload import preload
-from lightning_ft.elastic.processes import end_with_parent, is_subreaper, num_threads
+from lightning_ft.supervision import program
+from lightning_ft.supervision.command import split
+from lightning_ft.supervision.preload import preload
+from lightning_ft.supervision.processes import end_with_parent, is_subreaper, num_threads
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Zygote:
     """A fork server for Python commands.
 
     A started process is a child of the process that holds this object if that is a subreaper (see
-    :func:`~lightning_ft.elastic.processes.become_subreaper`), and then ends with it; else it is init's.
+    :func:`~lightning_ft.supervision.processes.become_subreaper`), and then ends with it; else it is init's.
 
     Args:
         sock: The connection to the server.
@@ -80,7 +80,7 @@ class Zygote:
         """Start the server as a new interpreter that imports what ranks need; returns before it has."""
         here, there = socket.socketpair()
         flags, _ = split(sys.orig_argv)
-        code = f"from lightning_ft.elastic.zygote import main; main({there.fileno()})"
+        code = f"from lightning_ft.supervision.zygote import main; main({there.fileno()})"
         with there:
             process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code],

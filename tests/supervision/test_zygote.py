@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ft.elastic.processes import become_subreaper, num_threads
-from lightning_ft.elastic.zygote import Zygote
+from lightning_ft.supervision.processes import become_subreaper, num_threads
+from lightning_ft.supervision.zygote import Zygote
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,8 @@ if __name__ == "__main__":
 def test_started_processes_end_with_the_one_that_asked_for_them(tmp_path: Path) -> None:
     code = f"""
 import os, signal
-from lightning_ft.elastic.processes import become_subreaper
-from lightning_ft.elastic.zygote import Zygote
+from lightning_ft.supervision.processes import become_subreaper
+from lightning_ft.supervision.zygote import Zygote
 become_subreaper()
 zygote = Zygote.fork_here()
 pid = zygote.spawn(["-c", "import signal; signal.pause()"], os.environ, {str(tmp_path)!r}, 0, 1, 2)
@@ -169,7 +169,7 @@ def test_process_with_threads_is_not_forked() -> None:
     assert num_threads() >= 1
     code = """
 import threading
-from lightning_ft.elastic.zygote import Zygote
+from lightning_ft.supervision.zygote import Zygote
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 Zygote.fork_here()
 """

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ft.elastic.processes import become_subreaper
-from lightning_ft.elastic.zygote import Zygote
+from lightning_ft.supervision.processes import become_subreaper
+from lightning_ft.supervision.zygote import Zygote
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -38,7 +38,7 @@ class Job:
         os.write(stdin_writer, stdin)
         os.close(stdin_writer)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-        command = ["-m", "lightning_ft.elastic.supervisor", *arguments]
+        command = ["-m", "lightning_ft.supervision.supervisor", *arguments]
         self.pid = zygote.spawn(command, env, str(cwd), stdin_reader, writer, writer)
         os.close(writer)
         os.close(stdin_reader)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from lightning_ft.elastic.options import StartMethod
 
-SUPERVISOR_MODULE = "lightning_ft.elastic.supervisor"
+SUPERVISOR_MODULE = "lightning_ft.supervision.supervisor"
 
 _FLAGS_WITH_ARGUMENT = "WX"
 _LONG_FLAGS_WITH_ARGUMENT = ("--check-hash-based-pycs",)

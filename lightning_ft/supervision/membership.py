@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import signal
 
-from lightning_ft.elastic.actions import Action, Finish, Notice, Show, Signal, Spawn
-from lightning_ft.elastic.generations import Generations
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.outcome import Ending, Outcome, describe
 from lightning_ft.elastic.protocol import Begin, Enter, FromRank, Raised, Stop
-from lightning_ft.elastic.respawn import Respawns
-from lightning_ft.elastic.roster import Phase, Rank, Roster
+from lightning_ft.supervision.actions import Action, Finish, Notice, Show, Signal, Spawn
+from lightning_ft.supervision.generations import Generations
+from lightning_ft.supervision.outcome import Ending, Outcome, describe
+from lightning_ft.supervision.respawn import Respawns
+from lightning_ft.supervision.roster import Phase, Rank, Roster
 
 _IMPATIENCE = 1.0  # seconds of grace after a second Ctrl-C
 _TERMINATIONS = ("KeyboardInterrupt", "SIGTERMException")

@@ -1,6 +1,6 @@
 """The parent of all ranks: starts them, sees them end, tells the others, and is not a rank itself.
 
-Run as ``python -m lightning_ft.elastic.supervisor --num-slots N -- PROGRAM``; not to be imported by what it imports.
+Run as ``python -m lightning_ft.supervision.supervisor --num-slots N -- PROGRAM``; not to be imported by what it imports.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
-from lightning_ft.elastic import program, protocol
-from lightning_ft.elastic.actions import Action, Finish, Notice, Record, Send, Show, Signal, Spawn
-from lightning_ft.elastic.command import SUPERVISOR_MODULE
-from lightning_ft.elastic.membership import Membership
+from lightning_ft.elastic import protocol
 from lightning_ft.elastic.options import StartMethod
-from lightning_ft.elastic.output import Output, Writer
-from lightning_ft.elastic.processes import become_subreaper, end_group
 from lightning_ft.elastic.protocol import Channel, FromRank, RankEnvironment
-from lightning_ft.elastic.starting import Starter
 from lightning_ft.events.log import EventLog
+from lightning_ft.supervision import program
+from lightning_ft.supervision.actions import Action, Finish, Notice, Record, Send, Show, Signal, Spawn
+from lightning_ft.supervision.command import SUPERVISOR_MODULE
+from lightning_ft.supervision.membership import Membership
+from lightning_ft.supervision.output import Output, Writer
+from lightning_ft.supervision.processes import become_subreaper, end_group
+from lightning_ft.supervision.starting import Starter
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -59,7 +60,7 @@ class _Speaker(logging.Handler):
 
 
 class Supervisor:
-    """Carries out what :class:`~lightning_ft.elastic.membership.Membership` decides.
+    """Carries out what :class:`~lightning_ft.supervision.membership.Membership` decides.
 
     Args:
         num_slots: How many slots the job has.
@@ -299,7 +300,7 @@ def _start_store() -> TCPStore:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Supervise the program on the command line; return its exit code."""
-    parser = argparse.ArgumentParser(prog="lightning_ft.elastic.supervisor")
+    parser = argparse.ArgumentParser(prog="lightning_ft.supervision.supervisor")
     parser.add_argument("--num-slots", type=int, required=True)
     parser.add_argument("--start-method", choices=get_args(StartMethod), default="auto")
     parser.add_argument("--directory")

@@ -1,0 +1,1 @@
+"""The process side: a supervisor that starts ranks, sees them die, decides who is a member and starts them again."""
