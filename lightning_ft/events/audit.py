@@ -5,7 +5,7 @@ Pure over the events that :func:`~lightning_ft.events.log.read_events` returns; 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from statistics import median
@@ -13,6 +13,7 @@ from typing import Any
 
 Event = Mapping[str, Any]
 Process = tuple[int, int]  # slot, incarnation
+_CONTENT = ("epoch", "tickets", "members")
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Audit:
         generations: By number.
         steps: The committed steps, sorted.
         steps_lost: Steps missing between the first and the last committed one.
-        conflicts: Steps that two records describe differently.
+        conflicts: Steps that two ranks which went on from them describe differently.
         median_step: Median seconds between two steps of a process; None if no process made two.
         exit_code: The job's, None while it runs.
 
@@ -175,7 +176,8 @@ def audit(events: Iterable[Event]) -> Audit:
         by_kind.setdefault(event["event"], []).append(event)
     records = by_kind.get("step", [])
     timeline = _Timeline(records, by_kind.get("generation", []), by_kind.get("fault", []))
-    contents, conflicts = _contents(records)
+    died = {_process(event) for event in by_kind.get("exit", []) if event["code"] != 0}
+    contents, conflicts = _contents(records, died)
     steps = sorted(contents)
     return Audit(
         epochs=_audit_epochs(contents.values(), by_kind.get("epoch", [])),
@@ -190,15 +192,31 @@ def audit(events: Iterable[Event]) -> Audit:
     )
 
 
-def _contents(records: Iterable[Event]) -> tuple[dict[int, Event], set[int]]:
-    """What each step contained, as the first record of it says, and the steps of which a later one says otherwise."""
+def _contents(records: Iterable[Event], died: Set[Process]) -> tuple[dict[int, Event], set[int]]:
+    """What each step contained, and the steps of which the ranks that went on say different things.
+
+    A rank may die after it committed a step that the survivors had not completed yet: they reduce it again, among
+    themselves, and that is the step which the training went on from. So what a rank says of its last step before it died
+    only counts if nobody else knows the step.
+    """
+    by_step: dict[int, list[Event]] = {}
+    last: dict[Process, int] = {}
+    for record in records:
+        by_step.setdefault(record["step"], []).append(record)
+        last[_process(record)] = max(record["step"], last.get(_process(record), 0))
     contents: dict[int, Event] = {}
     conflicts: set[int] = set()
-    for record in records:
-        first = contents.setdefault(record["step"], record)
-        if any(first.get(field) != record.get(field) for field in ("epoch", "tickets", "members")):
-            conflicts.add(record["step"])
+    for step, told in by_step.items():
+        went_on = [record for record in told if last[_process(record)] > step or _process(record) not in died]
+        counting = went_on or told[-1:]
+        contents[step] = counting[0]
+        if any(counting[0].get(field) != record.get(field) for record in counting for field in _CONTENT):
+            conflicts.add(step)
     return contents, conflicts
+
+
+def _process(event: Event) -> Process:
+    return event["slot"], event["incarnation"]
 
 
 def _audit_epochs(steps: Iterable[Event], announcements: Iterable[Event]) -> dict[int, EpochAudit]:
@@ -239,9 +257,9 @@ class _Timeline:
     def __init__(self, steps: Iterable[Event], generations: Iterable[Event], faults: Iterable[Event]) -> None:
         self._steps: dict[Process, list[tuple[float, int]]] = {}
         for event in steps:
-            self._steps.setdefault((event["slot"], event["incarnation"]), []).append((event["t"], event["step"]))
+            self._steps.setdefault(_process(event), []).append((event["t"], event["step"]))
         self._changes = [event for event in generations if event["slot"] is not None]
-        self._fired: dict[Process, float] = {(event["slot"], event["incarnation"]): event["t"] for event in faults}
+        self._fired: dict[Process, float] = {_process(event): event["t"] for event in faults}
         gaps = [after[0] - before[0] for times in self._steps.values() for before, after in pairwise(times)]
         self.median = median(gaps) if gaps else None
 
@@ -286,7 +304,7 @@ class _Timeline:
         """Seconds by which the longest of the steps in which these changes happened exceeded the median."""
         gaps: list[float] = []
         for event in changes:
-            times = [t for t, _ in self._steps.get((event["slot"], event["incarnation"]), ())]
+            times = [t for t, _ in self._steps.get(_process(event), ())]
             position = bisect_left(times, event["t"])
             if 0 < position < len(times):
                 gaps.append(times[position] - times[position - 1])

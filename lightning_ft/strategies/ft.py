@@ -138,6 +138,9 @@ class FTStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        slots = self._live.slots if self._live is not None else ()
+        if self.engine.slot in slots:
+            return {"num_replicas": len(slots), "rank": slots.index(self.engine.slot)}
         return {"num_replicas": self.world_size, "rank": min(self.global_rank, self.world_size - 1)}
 
     @property
@@ -200,6 +203,8 @@ class FTStrategy(ParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
+        if not self.engine.alone:
+            self._live.agree_on_slots()
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
@@ -264,11 +269,6 @@ class FTStrategy(ParallelStrategy):
         mine = draw() if self.engine.alone or self.engine.rank == 0 else None
         order: Tensor = self.broadcast(mine)
         return order
-
-    @override
-    def on_validation_end(self) -> None:
-        if self._live is not None:
-            self._live.reshard_evaluation()
 
     @override
     def on_train_start(self) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -57,10 +57,24 @@ class LiveTraining:
         self._events = events
         self._startup = startup
         self._batch = ExitStack()
+        self._slots: tuple[int, ...] = ()
         self._pause_agreed = False
         self._asked_to_stop = False
         self._received: dict[str, Any] | None = None
         self._logger_versions: list[Any] | None = None
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots among which data is divided, sorted.
+
+        What all ranks agreed on, at the start or in a reduction, and not what this rank knows of the membership: it may
+        learn of a death an operation earlier or later than others, and then they would divide differently.
+        """
+        return self._slots
+
+    def agree_on_slots(self) -> None:
+        """Collective. Divide data among those that start this call together."""
+        self._slots = tuple(sorted(self._collectives.broadcast_object(list(self._engine.members))))
 
     def enter(self) -> None:
         """Get a word in before every batch, and keep Lightning from synchronizing the ranks on its own for each."""
@@ -97,7 +111,7 @@ class LiveTraining:
         """Train from ``loader``."""
         loader.deferred = self._engine.alone
         if not self._engine.alone:
-            loader.live = tuple(sorted(self._engine.members))
+            loader.live = self._slots
         loader.on_take = self._on_take
         self.loader = loader
 
@@ -106,6 +120,7 @@ class LiveTraining:
         self._pause_agreed = self._pause_agreed or reduced.join or reduced.hold
         if reduced.stop:
             self.trainer._signal_connector.received_sigterm = True
+        self._divide_among(reduced.members)
         if self.loader is not None:
             done = self.loader.commit(reduced.members)
             set_length(self.trainer, self.loader)
@@ -142,6 +157,7 @@ class LiveTraining:
         started = time.monotonic()
         while True:
             joined = self._engine.admit_joiners(self._hand_out)
+            self._divide_among((*self._slots, *joined))
             if self.loader is not None and joined:
                 self.loader.admit(joined)
                 set_length(self.trainer, self.loader)
@@ -154,7 +170,7 @@ class LiveTraining:
         return {
             "training": joining.collect_state(self.trainer),
             "loader": self.loader.state_dict(),
-            "live": sorted({*self.loader.live, *joined}),
+            "slots": sorted({*self._slots, *joined}),
             "logger_versions": self._logger_versions,
             "buffers_due": self.buffers is not None and self.buffers.due,
         }
@@ -170,7 +186,8 @@ class LiveTraining:
             trainer.training = True
         state = self._engine.join()
         assert self.loader is not None
-        self.loader.load_handed_out(state["loader"], tuple(state["live"]))
+        self._divide_among(state["slots"])
+        self.loader.load_handed_out(state["loader"], self._slots)
         self._logger_versions = state["logger_versions"]
         leadership.adopt_versions(trainer, state["logger_versions"])
         if self.buffers is not None:
@@ -190,19 +207,19 @@ class LiveTraining:
     # Changes.
 
     def after_change(self, change: Change) -> None:
-        """Let the next evaluation and the leadership follow a change of membership."""
-        self.reshard_evaluation()
+        """Let the leadership follow a change of membership."""
         if change.before and change.before[0] != self._engine.slot and change.members[0] == self._engine.slot:
             self._events.emit("leader", before=change.before[0])
             leadership.take_over(self.trainer, self._pl_module, self._logger_versions or [])
         if self._engine.rank == 0:
             _tell(change, self._engine.num_slots, self.trainer.global_step)
 
-    def reshard_evaluation(self) -> None:
-        """Divide the next evaluation among the live ranks; one under way keeps its shards."""
-        trainer = self.trainer
-        if not (trainer.validating or trainer.sanity_checking or trainer.evaluating) and not self._engine.alone:
-            self.shards.follow(trainer, self._engine.rank, len(self._engine.members))
+    def _divide_among(self, slots: Iterable[int]) -> None:
+        """Divide the next evaluation among ``slots``; one under way keeps its shards."""
+        slots = tuple(sorted(set(slots)))
+        if slots != self._slots:
+            self._slots = slots
+            self.shards.follow(self.trainer, slots.index(self._engine.slot), len(slots))
 
 
 def _tell(change: Change, num_slots: int, step: int) -> None:

@@ -110,6 +110,26 @@ def test_ranks_that_record_different_contents_of_a_step_are_a_conflict() -> None
     assert audit(records).conflicts == (1,)
 
 
+def test_what_a_dead_rank_committed_alone_is_replaced_by_what_the_survivors_made_of_that_step() -> None:
+    together, alone = {"0": [0], "1": [1]}, {"0": [0]}
+    records = [
+        event("epoch", 0.0, 0, epoch=0, num_tickets=2),
+        step(1.0, 1, 1, together),
+        event("exit", 1.1, 1, 0, how="SIGKILL", code=-9, member=True),
+        step(1.2, 1, 0, alone),
+        step(1.3, 2, 0, {"0": [1]}),
+    ]
+    found = audit(records)
+    assert (found.conflicts, found.problems()) == ((), [])
+
+
+def test_last_step_of_ranks_that_all_died_counts_as_the_latest_of_them_tells_it() -> None:
+    exits = [event("exit", 2.0, slot, 0, how="SIGKILL", code=-9, member=True) for slot in (0, 1)]
+    records = [step(1.0, 1, 0, {"0": [0]}), step(1.1, 1, 1, {"0": [0], "1": [1]}), *exits]
+    found = audit(records)
+    assert (found.conflicts, found.epochs[0].num_trained) == ((), 2)
+
+
 def test_a_run_without_a_step_has_an_audit() -> None:
     found = audit([event("exit", 1.0, 0, 0, how="exit code 1", code=1, member=False)])
     assert found.steps == ()
