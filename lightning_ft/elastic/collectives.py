@@ -13,6 +13,7 @@ from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import INLINE_BYTES, Exchange
 
 _WEIGHT = struct.Struct("=d")
+_DTYPE_BYTES = 24
 _INLINE_TENSOR_BYTES = INLINE_BYTES - _WEIGHT.size
 _FOLDS: dict[Any, Any] = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0, dtype=stacked.dtype),
@@ -91,13 +92,17 @@ class Collectives:
     def all_gather_ragged(self, tensor: Tensor) -> list[Tensor]:
         """Collective. Return the tensors of all live ranks, by rank; their shapes may differ."""
         value = tensor.detach().contiguous()
-        dimensions = value.dim()
-        inline = struct.pack(f"={1 + dimensions}q", dimensions, *value.shape)
+        inline = struct.pack(f"={_DTYPE_BYTES}s{value.dim()}q", str(value.dtype).encode(), *value.shape)
 
         def body(exchange: Exchange) -> list[Tensor]:
-            shapes = [struct.unpack(f"={len(row) // 8}q", row)[1:] for row in exchange.inline]
+            shapes = [struct.unpack(f"={(len(row) - _DTYPE_BYTES) // 8}q", row[_DTYPE_BYTES:]) for row in exchange.inline]
             numels = [torch.Size(shape).numel() for shape in shapes]
-            padded = value.new_zeros(max(numels))
+            dtypes = [row[:_DTYPE_BYTES].rstrip(b"\0").decode() for row in exchange.inline]
+            # A rank that saw no sample has an empty state, of whatever dtype that has by default.
+            told = {dtype for dtype, numel in zip(dtypes, numels, strict=True) if numel} or {dtypes[0]}
+            if len(told) > 1:
+                raise TypeError(f"Ranks gather tensors of different dtypes: {', '.join(dtypes)}.")
+            padded = torch.zeros(max(numels), dtype=getattr(torch, told.pop().removeprefix("torch.")), device=value.device)
             padded[: value.numel()] = value.view(-1)
             gathered = exchange.all_gather(padded)
             return [flat[:numel].view(shape) for flat, numel, shape in zip(gathered, numels, shapes, strict=True)]

@@ -6,10 +6,12 @@ gloo is the one that exists. NCCL fits in as another :class:`Groups`: its ``inte
 import ctypes
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup
 
@@ -17,6 +19,7 @@ from lightning_ft.elastic import sockets
 from lightning_ft.elastic._torch_compat import connect_store, create_gloo_group
 
 _SLICE = timedelta(milliseconds=50)
+_CONNECT_TIMEOUT = timedelta(seconds=20)
 
 
 class Work(Protocol):
@@ -64,7 +67,7 @@ class GlooGroups:
     Args:
         host: Host of the store.
         port: Port of the store.
-        timeout: Bound of a group's set-up and of each of its operations.
+        timeout: Bound of each operation of a group.
 
     """
 
@@ -72,33 +75,31 @@ class GlooGroups:
         self._host = host
         self._port = port
         self._timeout = timeout
-        self._lock = threading.Lock()
-        self._connecting: tuple[int, frozenset[int]] | None = None
         self._retired: list[GlooGroup] = []
 
     def create(self, generation: int, rank: int, size: int, is_over: Callable[[], bool]) -> "GlooGroup":
         """Connect the members of ``generation``."""
-        # A connection of its own: a peer that dies between "go" and its own set-up leaves the others blocked inside the
-        # store's `get`, which only the end of this connection interrupts.
-        before = sockets.local_ports_to(self._port)
-        store = connect_store(self._host, self._port, self._timeout)
-        ports = sockets.local_ports_to(self._port) - before
-        with self._lock:
-            self._connecting = (generation, ports)
-        try:
-            prefix = PrefixStore(f"generation/{generation}", store)
-            address = sockets.generation_address(generation)
-            return GlooGroup(create_gloo_group(prefix, rank, size, address, self._timeout), is_over)
-        finally:
-            with self._lock:
-                self._connecting = None
+        # In a thread that can be left behind: a peer that dies between "go" and its own set-up leaves the others waiting
+        # for its address or its connection, and nothing wakes them up before gloo's own timeout.
+        connected: Future[ProcessGroup] = Future()
+
+        def connect() -> None:
+            try:
+                store = PrefixStore(f"generation/{generation}", connect_store(self._host, self._port, _CONNECT_TIMEOUT))
+                address = sockets.generation_address(generation)
+                connected.set_result(create_gloo_group(store, rank, size, address, _CONNECT_TIMEOUT))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name=f"lightning-ft-connect-{generation}", daemon=True).start()
+        while not wait([connected], timeout=_SLICE.total_seconds()).done:
+            if is_over():
+                raise RuntimeError("A newer generation came while this one connected.")
+        return GlooGroup(connected.result(), is_over, self._timeout)
 
     def interrupt(self, generation: int) -> None:
         """Shut down the sockets of ``generation``."""
         sockets.shut_down_generation(generation)
-        with self._lock:
-            if self._connecting is not None and self._connecting[0] == generation:
-                sockets.shut_down_connections_to(self._port, self._connecting[1])
 
     def retire(self, group: Group) -> None:
         """Drop groups in which nothing is left; keep the others, since dropping one waits for what is left in it."""
@@ -118,25 +119,27 @@ class GlooGroup:
     Args:
         group: The process group.
         is_over: Whether a newer generation superseded this one.
+        timeout: Bound of each operation.
 
     """
 
-    def __init__(self, group: ProcessGroup, is_over: Callable[[], bool]) -> None:
+    def __init__(self, group: ProcessGroup, is_over: Callable[[], bool], timeout: timedelta) -> None:
         self._group = group
         self._is_over = is_over
+        self._timeout = timeout
         self._works: list[dist.Work] = []
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Reduce in place."""
-        return self._begin(self._group.allreduce(tensors, opts or dist.AllreduceOptions()))
+        return self._begin(self._group.allreduce(tensors, self._bounded(opts or dist.AllreduceOptions())))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
         """Gather into ``outputs``."""
-        return self._begin(self._group.allgather(outputs, inputs))
+        return self._begin(self._group.allgather(outputs, inputs, self._bounded(c10d.AllgatherOptions())))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Broadcast in place."""
-        return self._begin(self._group.broadcast(tensors, opts or dist.BroadcastOptions()))
+        return self._begin(self._group.broadcast(tensors, self._bounded(opts or dist.BroadcastOptions())))
 
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
@@ -145,6 +148,10 @@ class GlooGroup:
     def leak(self) -> None:
         """Never drop the group."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+
+    def _bounded(self, opts: Any) -> Any:
+        opts.timeout = self._timeout
+        return opts
 
     def _begin(self, work: dist.Work) -> "_SlicedWork":
         self._works = [work for work in self._works if not work.is_completed()]

@@ -63,6 +63,8 @@ class LocalEngine:
         self.alone = True
         self.events = events
         self._timeout = timeout.total_seconds()
+        # Longer than the supervisor takes to end a rank that hangs: that is what this rank may be waiting for.
+        self._patience = 3 * self._timeout + _SUPERVISOR_SECONDS
         host, port = environment.store_host, environment.store_port
         self._groups = groups or GlooGroups(host, port, timeout)
         self._store = connect_store(host, port, timeout)
@@ -134,17 +136,19 @@ class LocalEngine:
         if self.alone:
             return body((opened or self.open(label, size=size, inline=inline)).wait())
         while True:
+            reason = ""
             try:
                 result = body((opened or self.open(label, size=size, inline=inline)).wait())
                 break
             except CollectiveMismatchError:
                 raise
             except RuntimeError as error:
-                opened = None
-                replay = self._recover(label, error)
-                if replay is not None:
-                    (result,) = replay
-                    break
+                reason = str(error)
+            opened = None
+            replay = self._recover(label, reason)
+            if replay is not None:
+                (result,) = replay
+                break
         self._complete(result)
         return result
 
@@ -152,9 +156,9 @@ class LocalEngine:
         self._sequence += 1
         self._last = result
 
-    def _recover(self, label: str, error: RuntimeError) -> tuple[Any] | None:
+    def _recover(self, label: str, error: str) -> tuple[Any] | None:
         reason = f"{label}: {error}"[:300]
-        self.events.emit("operation_failed", operation=label, sequence=self._sequence, error=str(error)[:200])
+        self.events.emit("operation_failed", operation=label, sequence=self._sequence, error=error[:200])
         number = self._generation
         self._break_off()  # closing our sockets is what unblocks the peers that wait for us
         self._link.send({"type": "failed", "generation": number, "reason": reason})
@@ -272,9 +276,7 @@ class LocalEngine:
         while True:
             # A joiner may wait through hours of validation; a member only as long as its peers may compute.
             what = f"the supervisor to publish a generation after {self._generation}"
-            # Longer than the supervisor takes to end a rank that hangs: that is what this rank may be waiting for.
-            timeout = None if joining else 2 * self._timeout + _SUPERVISOR_SECONDS
-            generation = self._link.wait_for_generation(self._generation, timeout, what)
+            generation = self._link.wait_for_generation(self._generation, None if joining else self._patience, what)
             self._break_off()
             self._generation = generation["number"]
             if self.slot in generation["members"]:
@@ -285,7 +287,7 @@ class LocalEngine:
     def _connect(self, number: int, members: tuple[int, ...]) -> Group | None:
         """Return the group of generation ``number``, or None if a newer one superseded it."""
         self._link.send({"type": "ready", "generation": number})
-        if not self._link.wait_for_go(number, self._timeout) or not self._link.use(number):
+        if not self._link.wait_for_go(number, self._patience) or not self._link.use(number):
             return None
         is_over = partial(self._link.is_over, number)
         return self._groups.create(number, members.index(self.slot), len(members), is_over)
@@ -314,7 +316,7 @@ class LocalEngine:
                 "type": "exception",
                 "exception": type(error).__qualname__,
                 "message": str(error),
-                "traceback": "".join(traceback.format_exception(error)),
+                "traceback": "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error)),
                 "code": code if isinstance(code, int) else int(code is not None),
             }
         )

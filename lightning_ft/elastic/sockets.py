@@ -22,20 +22,6 @@ def shut_down_generation(number: int) -> int:
     return sum(_shut_down(sock) for sock in _connected_sockets() if address in _addresses(sock))
 
 
-def shut_down_connections_to(port: int, local_ports: frozenset[int]) -> int:
-    """Shut down the connections from one of ``local_ports`` to ``port``; return how many there were."""
-    return sum(
-        _shut_down(sock)
-        for sock in _connected_sockets()
-        if sock.getpeername()[1] == port and sock.getsockname()[1] in local_ports
-    )
-
-
-def local_ports_to(port: int) -> frozenset[int]:
-    """Return the local ports of all connections to ``port``."""
-    return frozenset(sock.getsockname()[1] for sock in _connected_sockets() if sock.getpeername()[1] == port)
-
-
 def _connected_sockets() -> Iterator[socket.socket]:
     """Yield a duplicate of every connected internet socket of this process; listeners are left out.
 

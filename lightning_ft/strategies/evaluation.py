@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _EvaluationLoop
 from torch.utils.data import DistributedSampler
@@ -52,6 +53,9 @@ def _count_batches(trainer: Trainer, loop: _EvaluationLoop) -> None:
     assert loop._combined_loader is not None
     counts: list[int | float] = []
     for loader in loop._combined_loader.flattened:
-        length = len(loader)
-        counts.append(min(length, limit) if isinstance(limit, int) else int(length * limit))
+        length = sized_len(loader)
+        if length is None:  # a stream: Lightning counts it as endless, or as the limit says
+            counts.append(limit if isinstance(limit, int) else float("inf"))
+        else:
+            counts.append(min(length, limit) if isinstance(limit, int) else int(length * limit))
     loop._max_batches = counts

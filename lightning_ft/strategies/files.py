@@ -1,10 +1,12 @@
 """Writes a checkpoint file so that it is there whole or not at all, whatever dies meanwhile."""
 
 import os
+from contextlib import suppress
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 
 def write_atomically(
@@ -13,20 +15,25 @@ def write_atomically(
     """Write beside the target, bring it to the disk, and rename.
 
     Args:
-        checkpoint_io: Writes the file; on a remote store it is as atomic as that is.
+        checkpoint_io: Writes the file; on a remote store, or by ``AsyncCheckpointIO``, it is as atomic as that is.
         checkpoint: What to write.
         filepath: The target.
         storage_options: For ``checkpoint_io``.
 
     """
     path = os.fspath(filepath)
-    if "://" in path:
+    if "://" in path or isinstance(checkpoint_io, AsyncCheckpointIO):
         checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         return
     temporary = f"{path}.writing"
-    checkpoint_io.save_checkpoint(checkpoint, temporary, storage_options=storage_options)
-    _sync(temporary)
-    os.replace(temporary, path)
+    try:
+        checkpoint_io.save_checkpoint(checkpoint, temporary, storage_options=storage_options)
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
     _sync(os.path.dirname(os.path.abspath(path)))
 
 

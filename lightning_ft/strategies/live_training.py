@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.elastic.collectives import Collectives
@@ -212,7 +213,7 @@ class LiveTraining:
             self._events.emit("leader", before=change.before[0])
             leadership.take_over(self.trainer, self._pl_module, self._logger_versions or [])
         if self._engine.rank == 0:
-            _tell(change, self._engine.num_slots, self.trainer.global_step)
+            _tell(change, self._engine.num_slots, self.trainer)
 
     def _divide_among(self, slots: Iterable[int]) -> None:
         """Divide the next evaluation among ``slots``; one under way keeps its shards."""
@@ -222,12 +223,16 @@ class LiveTraining:
             self.shards.follow(self.trainer, slots.index(self._engine.slot), len(slots))
 
 
-def _tell(change: Change, num_slots: int, step: int) -> None:
+def _tell(change: Change, num_slots: int, trainer: Trainer) -> None:
     alive = f"{len(change.members)} of {num_slots} replicas"
+    stage = trainer.state.stage
     for slot, how in change.dead:
-        log.warning("Slot %s died (%s) in step %s; %s go on, the step was not lost.", slot, how, step + 1, alive)
+        if trainer.training:
+            where, lost = f"in step {trainer.global_step + 1}", "the step was not lost"
+        else:
+            where, lost = f"during {stage.value if stage else 'set-up'}", "its share of it is missing"
+        log.warning("Slot %s died (%s) %s; %s go on, %s.", slot, how, where, alive, lost)
     joined = sorted(set(change.members) - set(change.before))
     if change.reason == "join" and joined:
-        message = "Slot%s %s back at step %s; %s."
-        names = ", ".join(map(str, joined))
-        log.info(message, "" if len(joined) == 1 else "s", f"{names} {'is' if len(joined) == 1 else 'are'}", step, alive)
+        names = f"Slot {joined[0]} is" if len(joined) == 1 else f"Slots {', '.join(map(str, joined))} are"
+        rank_zero_info(f"{names} back after step {trainer.global_step}; {alive}.")

@@ -18,6 +18,7 @@ from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 from lightning_ft.elastic.groups import Group, Work
 
+_UNKNOWN = 1 << 60
 _SPARE_BYTES = 16 << 20
 _FLAGS = struct.Struct("=??qq")
 
@@ -88,6 +89,8 @@ class GradientReducer:
         self._group: Group | None = None
         self._works: list[Work] = []
         self._error: RuntimeError | None = None
+        self._seen: dict[Parameter, int] = {}
+        self._changed_late = False
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
 
     def close(self) -> None:
@@ -109,12 +112,24 @@ class GradientReducer:
         self._pending = self._engine.open("gradients", size=self._num_bytes, inline=self._inline)
         if self._spare is not None:
             self._buckets, self._spare = self._spare, self._buckets
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        # How often each parameter's gradient is added to is learned from the step before: in the first one nothing is
+        # reduced before backward is over, since a shared block under checkpointing adds to its parameters twice.
+        self._missing = [
+            sum(self._seen.get(p, _UNKNOWN) for p in bucket.parameters) if self._seen else _UNKNOWN
+            for bucket in self._buckets
+        ]
+        self._seen = dict.fromkeys(self._parameters, 0)
+        self._changed_late = False
         self._start_over(None)
 
     def finish(self) -> Reduced:
         """Collective. Return once ``p.grad`` holds the average over the contributing replicas."""
         pending, self._pending = self._pending, None
+        if self._changed_late:
+            raise TypeError(
+                "A gradient was added to after its reduction had begun: this backward pass used a parameter more often than"
+                " the one before. Run such a module with `FTStrategy` only if each step uses its parameters alike."
+            )
         result = self._engine.run("gradients", self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
         for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
             if flat is not bucket.flat:  # received from a rank that completed this reduction
@@ -126,7 +141,10 @@ class GradientReducer:
     def _on_gradient(self, parameter: Parameter) -> None:
         if self._pending is None:
             return  # an inner micro-batch of an accumulation window
-        self._missing[self._bucket_of[parameter]] -= 1
+        bucket = self._bucket_of[parameter]
+        self._seen[parameter] += 1
+        self._missing[bucket] -= 1
+        self._changed_late = self._changed_late or bucket < len(self._works)
         while self._error is None and self._next_is_complete() and self._may_launch(self._pending):
             try:
                 assert self._pending.group is not None

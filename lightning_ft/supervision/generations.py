@@ -23,6 +23,8 @@ class _Round:
     at_top: set[int] = field(default_factory=set)
     failed: dict[int, str] = field(default_factory=dict)
     first_failure: float = 0.0
+    first_ready: float = 0.0
+    first_at_top: float = 0.0
     retry_at: float | None = None
 
 
@@ -77,8 +79,12 @@ class Generations:
         if message["generation"] != current.number or slot not in self.members:
             return
         if message["type"] == "ready":
+            if not current.ready:
+                current.first_ready = now
             current.ready.add(slot)
         elif message["type"] == "at_top":
+            if not current.at_top:
+                current.first_at_top = now
             current.at_top.add(slot)
         else:
             if not current.failed:
@@ -116,8 +122,9 @@ class Generations:
         """Return when :meth:`settle` is to be called even if nothing happens."""
         current = self._round
         times = [current.retry_at]
-        if policy.timeout is not None and self._silent():
-            times.append(current.first_failure + policy.timeout)
+        since, silent = self._silent()
+        if policy.timeout is not None and silent:
+            times.append(since + policy.timeout)
         if self._hold_since is not None:
             times.append(self._hold_since + policy.rejoin_timeout)
         return min((time for time in times if time is not None), default=None)
@@ -126,22 +133,32 @@ class Generations:
         self._roster.promote(rank)
         self.members.append(rank.slot)
 
-    def _silent(self) -> list[Rank]:
-        """Return the members that did not report the failure that others reported."""
-        failed = self._round.failed
-        return [self._roster.ranks[slot] for slot in self.members if slot not in failed] if failed else []
+    def _silent(self) -> tuple[float, list[Rank]]:
+        """Return the members that the others wait for, and since when."""
+        current = self._round
+        if current.failed:
+            since, heard = current.first_failure, set(current.failed)
+        elif not current.gone and current.ready:
+            since, heard = current.first_ready, current.ready
+        elif current.at_top:
+            since, heard = current.first_at_top, current.at_top
+        else:
+            return 0.0, []
+        return since, [self._roster.ranks[slot] for slot in self.members if slot not in heard]
 
     def _settle_failures(self, policy: Policy, now: float) -> str | None:
         """Try again when every member failed; remove those that hang while others failed."""
         current = self._round
-        if self._due is not None or not current.failed or not self.members:
+        if self._due is not None or not self.members:
             return None
-        if not current.failed.keys() >= set(self.members):
-            if policy.timeout is not None and now >= current.first_failure + policy.timeout:
-                for rank in self._silent():
-                    how = f"hung for {policy.timeout:g} s"
-                    self._roster.kill(rank, how)
-                    self.remove(rank, how, "death")  # at once: the others have waited long enough
+        since, silent = self._silent()
+        if policy.timeout is not None and silent and now >= since + policy.timeout:
+            for rank in silent:
+                how = f"hung for {policy.timeout:g} s"
+                self._roster.kill(rank, how)
+                self.remove(rank, how, "death")  # at once: the others have waited long enough
+            return None
+        if not current.failed or silent:
             return None
         if current.retry_at is None:
             self._errors.append(next(iter(current.failed.values())))

@@ -168,7 +168,7 @@ class Membership:
             self._conclude(message["code"], None, now)
             return
         slots = self._raised.setdefault((message["exception"], message["message"]), set())
-        if not slots:
+        if not slots and message["traceback"]:
             self._roster.act(Show(rank.slot, message["traceback"]))
         slots.add(rank.slot)
         told = f"Slot {rank.slot} raised {message['exception']}"

@@ -173,3 +173,45 @@ def join_and_count(engine: LocalEngine) -> Any:
 def test_a_rank_that_comes_back_receives_the_state_and_is_the_last_one() -> None:
     results = run_ranks(join_and_count, 3, max_restarts=1, timeout=40)
     assert results == [{"members": [1, 2, 0], "weights": [7.0] * 3, "total": [3.0]}] * 3
+
+
+def die_before_connecting_back(engine: LocalEngine) -> Any:
+    """The last rank tells the others its address and dies before it connects: they wait for it inside gloo."""
+    import threading
+
+    from lightning_ft.elastic import groups
+
+    Collectives(engine).barrier("together")
+    if engine.slot == 2:
+        create = groups.create_gloo_group
+
+        def die(store: Any, rank: int, size: int, address: str, timeout: Any) -> Any:
+            def poll() -> None:
+                while not any(store.check([f"{prefix}rank_{rank}"]) for prefix in ("", "0/")):
+                    if store.num_keys() > before:
+                        break
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            before = store.num_keys()
+            threading.Thread(target=poll, daemon=True).start()
+            return create(store, rank, size, address, timeout)
+
+        groups.create_gloo_group = die
+    if engine.slot == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (total,) = Collectives(engine).all_reduce([torch.ones(1)])
+    return total.tolist()
+
+
+def test_a_death_inside_the_connection_of_a_generation_does_not_block_the_others() -> None:
+    assert run_ranks(die_before_connecting_back, 4, max_restarts=0, timeout=15)[0] == [2.0]
+
+
+def gather_states(engine: LocalEngine) -> Any:
+    mine = torch.empty(0) if engine.slot == 1 else torch.full((2, engine.slot + 1), engine.slot, dtype=torch.int64)
+    return [tensor.tolist() for tensor in Collectives(engine).all_gather_ragged(mine)]
+
+
+def test_a_rank_without_samples_gathers_the_states_of_the_others_whatever_their_dtype() -> None:
+    for gathered in run_ranks(gather_states, 3):
+        assert gathered == [[[0], [0]], [], [[2, 2, 2], [2, 2, 2]]]

@@ -3,12 +3,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from lightning_ft.elastic.sockets import (
-    generation_address,
-    local_ports_to,
-    shut_down_connections_to,
-    shut_down_generation,
-)
+from lightning_ft.elastic.sockets import generation_address, shut_down_generation
 
 
 @contextmanager
@@ -59,20 +54,3 @@ def test_a_listener_is_never_shut_down() -> None:
 
 def test_a_generation_without_sockets_has_nothing_to_shut_down() -> None:
     assert shut_down_generation(1234) == 0
-
-
-def test_only_the_named_connections_to_a_port_are_shut_down() -> None:
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port = listener.getsockname()[1]
-        first = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
-        accepted_first = stack.enter_context(listener.accept()[0])
-        before = local_ports_to(port)
-        second = stack.enter_context(socket.create_connection(listener.getsockname(), timeout=10))
-        accepted_second = stack.enter_context(listener.accept()[0])
-        ports = local_ports_to(port) - before
-        assert ports == {second.getsockname()[1]}
-        assert shut_down_connections_to(port, ports) == 1
-        assert accepted_second.recv(1) == b""
-        first.sendall(b"x")
-        assert accepted_first.recv(1) == b"x"

@@ -26,3 +26,9 @@ def test_write_that_fails_leaves_the_older_checkpoint_as_it_was(tmp_path):
     with pytest.raises(OSError, match="No space left"):
         write_atomically(FailsHalfway(), {"step": 2}, tmp_path / "last.ckpt", None)
     assert torch.load(tmp_path / "last.ckpt") == {"step": 1}
+
+
+def test_write_that_fails_leaves_no_half_file_behind(tmp_path):
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(FailsHalfway(), {"step": 1}, tmp_path / "last.ckpt", None)
+    assert os.listdir(tmp_path) == []

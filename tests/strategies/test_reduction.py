@@ -1,9 +1,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_ft.elastic.engine import SoloEngine
+from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.strategies.reduction import GradientReducer, _make_buckets
+from lightning_ft.testing import run_ranks
 
 
 def test_buckets_hold_every_parameter_once_last_ones_first_and_one_dtype_each():
@@ -40,3 +43,64 @@ def test_gradients_of_one_process_are_left_as_they_are(num_steps):
         assert module.weight.grad.tolist() == [[4.0] * 3] * 2
     reducer.close()
     reducer.close()
+
+
+class SharedBlock(nn.Module):
+    """Uses one block twice, checkpointed, so that backward adds to its parameters twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return self.last(x).square().mean()
+
+
+def reduce_shared_block(engine: LocalEngine) -> list:
+    module = SharedBlock()
+    reducer = GradientReducer(module.parameters(), engine, bucket_bytes=1)
+    gradients = []
+    for step in range(3):
+        module.zero_grad()
+        reducer.arm(1, 1, stop=False)
+        module(torch.full((2, 4), 1.0 + engine.rank + step)).backward()
+        reducer.finish()
+        gradients.append([parameter.grad.tolist() for parameter in module.parameters()])
+        engine.report_progress(step + 1)
+    return gradients
+
+
+def test_block_that_is_used_twice_under_reentrant_checkpointing_is_reduced_whole():
+    results = run_ranks(reduce_shared_block, 2)
+    assert results[0] == results[1]
+    module = SharedBlock()
+    for step in range(3):
+        module.zero_grad()
+        for rank in range(2):
+            (module(torch.full((2, 4), 1.0 + rank + step)) / 2).backward()
+        for parameter, reduced in zip(module.parameters(), results[0][step], strict=True):
+            torch.testing.assert_close(parameter.grad, torch.tensor(reduced))
+
+
+def add_to_a_gradient_later(engine: LocalEngine) -> str:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    reducer = GradientReducer(module.parameters(), engine, bucket_bytes=1)
+    for step in range(2):
+        reducer.arm(1, 1, stop=False)
+        module(torch.ones(2, 4)).sum().backward()
+        if step:
+            module(torch.ones(2, 4)).sum().backward()
+        try:
+            reducer.finish()
+        except TypeError as error:
+            return str(error)
+        engine.report_progress(step + 1)
+    return "nothing"
+
+
+def test_gradient_that_changes_after_its_reduction_began_is_an_error_and_no_wrong_number():
+    assert all("added to after its reduction had begun" in told for told in run_ranks(add_to_a_gradient_later, 2))

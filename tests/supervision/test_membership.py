@@ -513,6 +513,30 @@ def test_rank_that_ignores_the_stop_is_killed_after_the_grace() -> None:
     assert job.finish is not None
 
 
+# Ranks that hang.
+
+
+def test_member_that_never_becomes_ready_is_removed_after_the_timeout() -> None:
+    job = Job(3, timeout=5.0)
+    job.train()
+    job.kill(2)
+    assert job.members == [0, 1]
+    job.tell(0, "ready", generation=job.number)
+    job.wait(4.0)
+    assert 1 in job.live
+    job.wait(1.5)
+    assert job.members == [0]
+
+
+def test_member_that_never_comes_to_the_step_boundary_is_removed_after_the_timeout() -> None:
+    job = Job(3, timeout=5.0)
+    job.train()
+    for slot in (0, 2):
+        job.tell(slot, "at_top", generation=job.number)
+    job.wait(5.5)
+    assert job.members == [0, 2]
+
+
 # Rule 7: respawns.
 
 
