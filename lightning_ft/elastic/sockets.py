@@ -19,13 +19,13 @@ def generation_address(number: int) -> str:
 def shut_down_generation(number: int) -> int:
     """Shut down the connected sockets of generation ``number``; return how many there were."""
     address = generation_address(number)
-    return sum(_shut_down(sock) for sock in _connected_sockets() if address in _addresses(sock))
+    return sum(_shut_down(sock) for sock, ends in _connected_sockets() if address in ends)
 
 
-def _connected_sockets() -> Iterator[socket.socket]:
-    """Yield a duplicate of every connected internet socket of this process; listeners are left out.
+def _connected_sockets() -> Iterator[tuple[socket.socket, tuple[str, str]]]:
+    """Yield a duplicate of every connected internet socket of this process, with the addresses of its two ends.
 
-    A gloo listener must never be shut down: its accept loop would end the process.
+    Listeners are left out: a gloo listener must never be shut down, its accept loop would end the process.
     """
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -38,15 +38,10 @@ def _connected_sockets() -> Iterator[socket.socket]:
             if sock.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             try:
-                sock.getpeername()
+                local, remote = sock.getsockname()[0], sock.getpeername()[0]
             except OSError:
-                continue
-            yield sock
-
-
-def _addresses(sock: socket.socket) -> tuple[str, str]:
-    local, remote = sock.getsockname()[0], sock.getpeername()[0]
-    return local.removeprefix("::ffff:"), remote.removeprefix("::ffff:")
+                continue  # not connected, or not any more
+            yield sock, (local.removeprefix("::ffff:"), remote.removeprefix("::ffff:"))
 
 
 def _shut_down(sock: socket.socket) -> bool:

@@ -82,11 +82,12 @@ class FTStrategy(ParallelStrategy):
         supervision: SupervisionOptions | None = None,
     ) -> None:
         super().__init__()
+        timeout = _DEFAULT_TIMEOUT if timeout is None else timeout
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._policy = Policy.of(
             supervision or SupervisionOptions(), max_restarts=max_restarts, min_replicas=min_replicas, timeout=seconds
         )
-        self._timeout = _DEFAULT_TIMEOUT if seconds is None else timedelta(seconds=seconds)
+        self._timeout = timedelta(seconds=seconds)
         self.num_nodes = 1
         self.engine: Engine = SoloEngine()
         self.collectives = Collectives(self.engine)
@@ -147,6 +148,11 @@ class FTStrategy(ParallelStrategy):
     def members(self) -> tuple[int, ...]:
         """Slots of the live ranks, by rank."""
         return self.engine.members
+
+    @property
+    def has_own_batch(self) -> bool:
+        """Whether the training step under way counts; otherwise this rank only keeps the others company."""
+        return self._live is None or self._live.has_own_batch
 
     def exclude(self, slot: int, reason: str) -> None:
         """Remove a live rank that is not to be trusted; its slot is started again as after a death.
