@@ -113,8 +113,8 @@ class SupervisorLink:
                 for message in messages:
                     self._take(message)
                 self._interrupt_superseded()
-        except ValueError as error:
-            lost = f"it sent {error}"
+        except Exception as error:  # a rank that no longer listens must not go on as if it did
+            lost = f"listening to it failed: {error!r}"
         with self._changed:
             self._lost = lost
             self._changed.notify_all()
