@@ -76,6 +76,7 @@ class LocalEngine:
         self._members: tuple[int, ...] = ()
         self._hold = False
         self._calls = 0
+        self._opened: str | None = None  # an operation whose headers travel while this rank computes
         self._sequence = 0
         self._last: Any = None
         self._reported: float | None = None
@@ -119,6 +120,7 @@ class LocalEngine:
     # Operations.
 
     def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
+        self._opened = label
         group = None if self.alone else self._group
         header = pack_header(self._sequence, size, label, inline)
         return PendingExchange(group, 0 if self.alone else self.rank, 1 if self.alone else len(self._members), header)
@@ -133,6 +135,19 @@ class LocalEngine:
         opened: PendingExchange | None = None,
     ) -> Result:
         """Collective. Run the next operation, again among the survivors whenever a rank dies in it."""
+        if opened is None and self._opened is not None:
+            raise NotImplementedError(
+                f"`{label}` was called while `{self._opened}` is under way. Collectives inside a backward pass, such as"
+                " those of SyncBatchNorm or `all_gather(sync_grads=True)`, are not supported by `FTStrategy`."
+            )
+        try:
+            return self._run(label, body, size, inline, opened)
+        finally:
+            self._opened = None
+
+    def _run(
+        self, label: str, body: Callable[[Exchange], Result], size: int, inline: bytes, opened: PendingExchange | None
+    ) -> Result:
         if self.alone:
             return body((opened or self.open(label, size=size, inline=inline)).wait())
         while True:
@@ -187,6 +202,7 @@ class LocalEngine:
     def leave(self) -> None:
         """Take no further part: what this rank does from now on, it does alone, and the others need not wait for it."""
         self._break_off()
+        self._opened = None
         self.alone = True
 
     def join(self) -> Any:

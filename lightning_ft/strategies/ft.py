@@ -213,8 +213,10 @@ class FTStrategy(ParallelStrategy):
             self._live.agree_on_slots()
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+        if fitting and self._layer_sync is not None and not isinstance(self.engine, SoloEngine):
+            raise MisconfigurationException(
+                "`Trainer(sync_batchnorm=True)` is not supported by `FTStrategy`: it calls collectives inside backward."
+            )
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._same_start()

@@ -89,7 +89,8 @@ class GradientReducer:
         self._group: Group | None = None
         self._works: list[Work] = []
         self._error: RuntimeError | None = None
-        self._seen: dict[Parameter, int] = {}
+        self._seen = dict.fromkeys(trainable, 0)
+        self._expected: dict[Parameter, int] | None = None
         self._changed_late = False
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
 
@@ -112,11 +113,12 @@ class GradientReducer:
         self._pending = self._engine.open("gradients", size=self._num_bytes, inline=self._inline)
         if self._spare is not None:
             self._buckets, self._spare = self._spare, self._buckets
-        # How often each parameter's gradient is added to is learned from the step before: in the first one nothing is
-        # reduced before backward is over, since a shared block under checkpointing adds to its parameters twice.
+        # How often a parameter's gradient is added to is learned: in the first step nothing is reduced before backward is
+        # over, since a shared block under checkpointing adds to its parameters twice. One that was not used yet may be now.
+        is_first = self._expected is None
+        self._expected = {p: max(1, self._seen[p], (self._expected or {}).get(p, 1)) for p in self._parameters}
         self._missing = [
-            sum(self._seen.get(p, _UNKNOWN) for p in bucket.parameters) if self._seen else _UNKNOWN
-            for bucket in self._buckets
+            _UNKNOWN if is_first else sum(self._expected[p] for p in bucket.parameters) for bucket in self._buckets
         ]
         self._seen = dict.fromkeys(self._parameters, 0)
         self._changed_late = False
@@ -125,12 +127,12 @@ class GradientReducer:
     def finish(self) -> Reduced:
         """Collective. Return once ``p.grad`` holds the average over the contributing replicas."""
         pending, self._pending = self._pending, None
+        result = self._engine.run("gradients", self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
         if self._changed_late:
             raise TypeError(
                 "A gradient was added to after its reduction had begun: this backward pass used a parameter more often than"
-                " the one before. Run such a module with `FTStrategy` only if each step uses its parameters alike."
+                " any before. Run such a module with `FTStrategy` only if each step uses its parameters alike."
             )
-        result = self._engine.run("gradients", self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
         for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
             if flat is not bucket.flat:  # received from a rank that completed this reduction
                 bucket.flat.copy_(flat)

@@ -215,3 +215,19 @@ def gather_states(engine: LocalEngine) -> Any:
 def test_a_rank_without_samples_gathers_the_states_of_the_others_whatever_their_dtype() -> None:
     for gathered in run_ranks(gather_states, 3):
         assert gathered == [[[0], [0]], [], [[2, 2, 2], [2, 2, 2]]]
+
+
+def call_a_collective_in_backward(engine: LocalEngine) -> str:
+    pending = engine.open("gradients")
+    try:
+        Collectives(engine).barrier("in backward")
+    except NotImplementedError as error:
+        message = str(error)
+    engine.run("gradients", lambda exchange: None, opened=pending)
+    Collectives(engine).barrier("after it")
+    return message
+
+
+def test_collectives_inside_backward_are_refused_and_nothing_else_breaks() -> None:
+    for message in run_ranks(call_a_collective_in_backward, 2):
+        assert message.startswith("`barrier:in backward` was called while `gradients` is under way.")

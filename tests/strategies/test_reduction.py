@@ -104,3 +104,27 @@ def add_to_a_gradient_later(engine: LocalEngine) -> str:
 
 def test_gradient_that_changes_after_its_reduction_began_is_an_error_and_no_wrong_number():
     assert all("added to after its reduction had begun" in told for told in run_ranks(add_to_a_gradient_later, 2))
+
+
+def use_a_layer_now_and_then(engine: LocalEngine) -> list:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)])
+    reducer = GradientReducer(layers.parameters(), engine, bucket_bytes=1)
+    told = []
+    for step, used in enumerate([(0, 2), (0, 1, 2), (0, 2), (0, 1, 2) if engine.rank else (0, 2)]):
+        layers.zero_grad()
+        reducer.arm(1, 1, stop=False)
+        x = torch.full((2, 4), 1.0 + engine.rank)
+        for number in used:
+            x = layers[number](x)
+        x.sum().backward()
+        reducer.finish()
+        told.append([layer.weight.grad is not None for layer in layers])
+        engine.report_progress(step + 1)
+    return [told, [layer.weight.grad.tolist() for layer in layers]]
+
+
+def test_layer_that_some_steps_or_some_ranks_do_not_use_has_a_gradient_where_any_rank_has_one():
+    results = run_ranks(use_a_layer_now_and_then, 2)
+    assert results[0] == results[1]
+    assert results[0][0] == [[True, False, True], [True, True, True], [True, False, True], [True, True, True]]
