@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_ft.elastic.protocol import Enter, FromRank, FromSupervisor, Generation, RankEnvironment, connect
+from lightning_ft.elastic.protocol import Death, Enter, FromRank, FromSupervisor, Generation, RankEnvironment, connect
 from lightning_ft.errors import CollectiveTimeoutError, StoppedError, SupervisorLostError
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class SupervisorLink:
         self._on_superseded = on_superseded
         self._changed = threading.Condition()
         self._generation: Generation | None = None
+        self._dead: list[Death] = []  # in generations that this rank did not wait for: a newer one came first
         self._gone = -1  # the newest generation that got its "go"
         self._entered: Enter | None = None
         self._stop: str | None = None
@@ -69,10 +70,15 @@ class SupervisorLink:
         return self._wait(lambda: self._entered if self._entered and self._entered["call"] == call else None, None, "")
 
     def wait_for_generation(self, after: int, timeout: float | None, what: str) -> Generation:
-        """Return the newest generation after number ``after``."""
-        return self._wait(
-            lambda: self._generation if self._generation and self._generation["number"] > after else None, timeout, what
-        )
+        """Return the newest generation after number ``after``, with all deaths since the one that was returned before."""
+
+        def answer() -> Generation | None:
+            if self._generation is None or self._generation["number"] <= after:
+                return None
+            self._generation["dead"], self._dead = self._dead, []
+            return self._generation
+
+        return self._wait(answer, timeout, what)
 
     def wait_for_go(self, number: int, timeout: float | None) -> bool:
         """Return True once all members of generation ``number`` are ready, False once there is a newer generation."""
@@ -124,6 +130,7 @@ class SupervisorLink:
             match message["type"]:
                 case "generation":
                     self._generation = message
+                    self._dead += message["dead"]
                 case "go":
                     self._gone = max(self._gone, message["generation"])
                 case "enter":

@@ -215,6 +215,10 @@ def _contents(records: Iterable[Event], died: Set[Process]) -> tuple[dict[int, E
     return contents, conflicts
 
 
+def _tells_of(slot: int, change: Event) -> bool:
+    return any(death[0] == slot for death in change["dead"])
+
+
 def _process(event: Event) -> Process:
     return event["slot"], event["incarnation"]
 
@@ -268,8 +272,9 @@ class _Timeline:
         slot, incarnation = exit["slot"], exit["incarnation"]
         fired = self._fired.get((slot, incarnation))
         time = float(exit["t"]) if fired is None else fired
-        changes = [e for e in self._changes if e["t"] >= time and slot in (death[0] for death in e["dead"])]
-        changes = [e for e in changes if e["generation"] == changes[0]["generation"] and e["slot"] != slot]
+        told = [e for e in self._changes if e["t"] >= time and e["slot"] != slot and _tells_of(slot, e)]
+        # Where each of the others learned of it; of two deaths at once, some may learn in one change and some in two.
+        changes = list({_process(event): event for event in reversed(told)}.values())
         next_steps = [found for change in changes if (found := self._next_step(change)) is not None]
         later = [times[0][0] for other, times in self._steps.items() if other[0] == slot and other[1] > incarnation]
         return Death(

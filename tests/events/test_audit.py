@@ -110,6 +110,22 @@ def test_ranks_that_record_different_contents_of_a_step_are_a_conflict() -> None
     assert audit(records).conflicts == (1,)
 
 
+def test_two_deaths_at_once_are_both_recovered_from_whoever_learns_of_them_in_one_change_or_in_two() -> None:
+    def learned(t: float, slot: int, generation: int, dead: list[int]) -> dict[str, Any]:
+        told = [[one, "SIGKILL"] for one in dead]
+        return event("generation", t, slot, 0, generation=generation, dead=told, joined=[], stall_ms=1.0)
+
+    records = [
+        *(step(1.0, 1, slot, {"0": [0], "1": [1], "2": [2]}) for slot in range(3)),
+        event("exit", 1.1, 0, 0, how="SIGKILL", code=-9, member=True),
+        learned(1.2, 2, 2, [0]),
+        event("exit", 1.3, 2, 0, how="SIGKILL", code=-9, member=True),
+        learned(1.4, 1, 3, [0, 2]),
+        step(1.5, 2, 1, {"1": [3]}),
+    ]
+    assert [round(death.recovery or 0.0, 3) for death in audit(records).deaths] == [0.4, 0.2]
+
+
 def test_what_a_dead_rank_committed_alone_is_replaced_by_what_the_survivors_made_of_that_step() -> None:
     together, alone = {"0": [0], "1": [1]}, {"0": [0]}
     records = [
