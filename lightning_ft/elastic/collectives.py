@@ -85,9 +85,20 @@ class Collectives:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Collective. Return the tensors of all live ranks, by rank; they have the same shape."""
+        return self.all_gather_with_row(tensor)[1]
+
+    def all_gather_with_row(self, tensor: Tensor) -> tuple[int, list[Tensor]]:
+        """Collective. Return the tensors of all live ranks, by rank, and which of them is this rank's."""
         value = tensor.detach().contiguous()
         size = value.numel() * value.element_size()
-        return self._engine.run("all_gather", lambda exchange: exchange.all_gather(value), size=size)
+        # Who they are is part of the result: a rank that receives it from another may have moved up since.
+        members, gathered = self._engine.run(
+            "all_gather", lambda exchange: (self._slots(), exchange.all_gather(value)), size=size
+        )
+        return members.index(self._engine.slot), gathered
+
+    def _slots(self) -> list[int]:
+        return [self._engine.slot] if self._engine.alone else list(self._engine.members)
 
     def all_gather_ragged(self, tensor: Tensor) -> list[Tensor]:
         """Collective. Return the tensors of all live ranks, by rank; their shapes may differ."""

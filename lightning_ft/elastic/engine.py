@@ -60,6 +60,10 @@ class Engine(Protocol):
         """Whether operations do not leave this process."""
 
     @property
+    def completed(self) -> int:
+        """How many operations this process completed in this call."""
+
+    @property
     def join_wanted(self) -> bool:
         """Whether somebody waits to be admitted."""
 
@@ -68,7 +72,10 @@ class Engine(Protocol):
         """Whether too few replicas are alive to go on after the step under way."""
 
     def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
-        """Start the exchange of the next operation's headers; :meth:`run` takes it from there."""
+        """Start the exchange of the next operation's headers; :meth:`run` takes it from there.
+
+        If another operation runs first, on all ranks alike, this one is withdrawn: it costs a reconfiguration.
+        """
 
     def run(
         self,
@@ -127,6 +134,7 @@ class SoloEngine:
     rank = 0
     members = (0,)
     call = 0
+    completed = 0
     alone = True
     join_wanted = False
     hold = False

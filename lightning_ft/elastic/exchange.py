@@ -112,6 +112,8 @@ class PendingExchange:
 
     def __init__(self, group: Group | None, rank: int, size: int, header: Tensor) -> None:
         self.group, self.size = group, size
+        self.withdrawn = False
+        """Whether another operation came first: this one will be opened anew."""
         self._rank = rank
         self._headers = [header] if group is None else [torch.empty_like(header) for _ in range(size)]
         self._done: Exchange | None = None

@@ -76,7 +76,7 @@ class LocalEngine:
         self._members: tuple[int, ...] = ()
         self._hold = False
         self._calls = 0
-        self._opened: str | None = None  # an operation whose headers travel while this rank computes
+        self._opened: PendingExchange | None = None  # an operation whose headers travel while this rank computes
         self._sequence = 0
         self._last: Any = None
         self._reported: float | None = None
@@ -110,6 +110,10 @@ class LocalEngine:
         return self._generation
 
     @property
+    def completed(self) -> int:
+        return self._sequence
+
+    @property
     def join_wanted(self) -> bool:
         return self._link.join_wanted
 
@@ -120,10 +124,11 @@ class LocalEngine:
     # Operations.
 
     def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
-        self._opened = label
         group = None if self.alone else self._group
         header = pack_header(self._sequence, size, label, inline)
-        return PendingExchange(group, 0 if self.alone else self.rank, 1 if self.alone else len(self._members), header)
+        rank, count = (0, 1) if self.alone else (self.rank, len(self._members))
+        self._opened = PendingExchange(group, rank, count, header)
+        return self._opened
 
     def run(
         self,
@@ -135,15 +140,21 @@ class LocalEngine:
         opened: PendingExchange | None = None,
     ) -> Result:
         """Collective. Run the next operation, again among the survivors whenever a rank dies in it."""
-        if opened is None and self._opened is not None:
-            raise NotImplementedError(
-                f"`{label}` was called while `{self._opened}` is under way. Collectives inside a backward pass, such as"
-                " those of SyncBatchNorm or `all_gather(sync_grads=True)`, are not supported by `FTStrategy`."
-            )
+        if self._opened is not None and self._opened is not opened:
+            self._withdraw(label)
+        if opened is not None and opened.withdrawn:
+            opened = None
         try:
             return self._run(label, body, size, inline, opened)
         finally:
             self._opened = None
+
+    def _withdraw(self, label: str) -> None:
+        """Take back what was opened: ``label`` comes first. Nothing else can: what was sent can't be unsent."""
+        assert self._opened is not None
+        self._opened.withdrawn, self._opened = True, None
+        if not self.alone:
+            self._recover(label, "called while another operation was opened, which comes after it")
 
     def _run(
         self, label: str, body: Callable[[Exchange], Result], size: int, inline: bytes, opened: PendingExchange | None

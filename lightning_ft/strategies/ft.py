@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
+from lightning_ft.elastic.gathering import gather_with_gradients
 from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.elastic.options import Policy, SupervisionOptions
 from lightning_ft.elastic.process_group import install_once
@@ -213,15 +214,14 @@ class FTStrategy(ParallelStrategy):
             self._live.agree_on_slots()
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._layer_sync is not None and not isinstance(self.engine, SoloEngine):
-            raise MisconfigurationException(
-                "`Trainer(sync_batchnorm=True)` is not supported by `FTStrategy`: it calls collectives inside backward."
-            )
+        if fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self._same_start()
         if fitting:
             self._reducer = GradientReducer(self.model.parameters(), self.engine)
+            self._live.reducer = self._reducer
             self._live.buffers = BufferSync(self.model, self.collectives)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -403,7 +403,7 @@ class FTStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Collective. Return the tensors of the live ranks, stacked by rank."""
         if sync_grads:
-            raise NotImplementedError("`all_gather(sync_grads=True)` is not supported by `FTStrategy`.")
+            return gather_with_gradients(tensor, self.collectives)
         return torch.stack(self.collectives.all_gather(tensor))
 
     # Checkpoints.

@@ -18,7 +18,7 @@ from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.ghost import ghost_step
-from lightning_ft.strategies.reduction import Reduced
+from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.startup import StartupRecord
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class LiveTraining:
     ) -> None:
         self.shards = EvaluationShards()
         self.loader: ElasticLoader | None = None
+        self.reducer: GradientReducer | None = None
         self.buffers: BufferSync | None = None
         self.committed: dict[str, Any] = {}
         """What the step under way commits: its epoch, its tickets by slot, the slots in its average."""
@@ -173,6 +174,7 @@ class LiveTraining:
             "loader": self.loader.state_dict(),
             "slots": sorted({*self._slots, *joined}),
             "logger_versions": self._logger_versions,
+            "collectives_inside": None if self.reducer is None else self.reducer.collectives_inside,
             "buffers_due": self.buffers is not None and self.buffers.due,
         }
 
@@ -191,6 +193,8 @@ class LiveTraining:
         self.loader.load_handed_out(state["loader"], self._slots)
         self._logger_versions = state["logger_versions"]
         leadership.adopt_versions(trainer, state["logger_versions"])
+        if self.reducer is not None:
+            self.reducer.collectives_inside = state["collectives_inside"]
         if self.buffers is not None:
             self.buffers.due = state["buffers_due"]
         self._received = state["training"]

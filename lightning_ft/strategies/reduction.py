@@ -85,6 +85,12 @@ class GradientReducer:
         self._num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
         # A second set, filled in turn, if it costs little: see `_may_launch`.
         self._spare = _make_buckets(trainable, bucket_bytes) if self._num_bytes <= _SPARE_BYTES else None
+        self.collectives_inside: bool | None = None
+        """Whether backward passes call collectives; None before the first. Must be the same on all ranks.
+
+        Then nothing is reduced before backward is over: collectives run in one order, the same on all ranks.
+        """
+        self._armed = False
         self._pending: PendingExchange | None = None
         self._group: Group | None = None
         self._works: list[Work] = []
@@ -110,7 +116,10 @@ class GradientReducer:
         """
         self._weight, self._total, self._stop = weight, total, stop
         self._inline = _FLAGS.pack(self._engine.join_wanted, stop, weight, total)
-        self._pending = self._engine.open("gradients", size=self._num_bytes, inline=self._inline)
+        self._completed = self._engine.completed
+        self._armed = True
+        if self.collectives_inside is False:
+            self._pending = self._engine.open("gradients", size=self._num_bytes, inline=self._inline)
         if self._spare is not None:
             self._buckets, self._spare = self._spare, self._buckets
         # How often a parameter's gradient is added to is learned: in the first step nothing is reduced before backward is
@@ -126,7 +135,8 @@ class GradientReducer:
 
     def finish(self) -> Reduced:
         """Collective. Return once ``p.grad`` holds the average over the contributing replicas."""
-        pending, self._pending = self._pending, None
+        pending, self._pending, self._armed = self._pending, None, False
+        self.collectives_inside = bool(self.collectives_inside) or self._engine.completed != self._completed
         result = self._engine.run("gradients", self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
         if self._changed_late:
             raise TypeError(
@@ -141,16 +151,17 @@ class GradientReducer:
         return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"])
 
     def _on_gradient(self, parameter: Parameter) -> None:
-        if self._pending is None:
+        if not self._armed:
             return  # an inner micro-batch of an accumulation window
         bucket = self._bucket_of[parameter]
         self._seen[parameter] += 1
         self._missing[bucket] -= 1
         self._changed_late = self._changed_late or bucket < len(self._works)
-        while self._error is None and self._next_is_complete() and self._may_launch(self._pending):
+        pending = self._pending
+        while pending is not None and self._error is None and self._next_is_complete() and self._may_launch(pending):
             try:
-                assert self._pending.group is not None
-                self._launch(self._pending.group, self._pending.size)
+                assert pending.group is not None
+                self._launch(pending.group, pending.size)
             except RuntimeError as error:  # not through the autograd engine: `finish` meets it again
                 self._error = error
 
@@ -164,7 +175,9 @@ class GradientReducer:
         operation, they have completed all before it. With two sets that is known already: what lies in this one is the
         result of the reduction before the last, and the last one began with all ranks in it.
         """
-        return pending.group is not None and (self._spare is not None or pending.ready)
+        if pending.group is None or pending.withdrawn:
+            return False
+        return self._spare is not None or pending.ready
 
     def _start_over(self, group: Group | None) -> None:
         self._group = group

@@ -217,17 +217,18 @@ def test_a_rank_without_samples_gathers_the_states_of_the_others_whatever_their_
         assert gathered == [[[0], [0]], [], [[2, 2, 2], [2, 2, 2]]]
 
 
-def call_a_collective_in_backward(engine: LocalEngine) -> str:
+def run_another_operation_first(engine: LocalEngine, dies: bool) -> Any:
+    began = engine.generation
     pending = engine.open("gradients")
-    try:
-        Collectives(engine).barrier("in backward")
-    except NotImplementedError as error:
-        message = str(error)
-    engine.run("gradients", lambda exchange: None, opened=pending)
+    if dies and engine.slot == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (first,) = Collectives(engine).all_reduce([torch.full((2,), 1.0 + engine.slot)])
+    size = engine.run("gradients", lambda exchange: exchange.size, opened=pending)
     Collectives(engine).barrier("after it")
-    return message
+    return [first.tolist(), size, engine.generation - began]
 
 
-def test_collectives_inside_backward_are_refused_and_nothing_else_breaks() -> None:
-    for message in run_ranks(call_a_collective_in_backward, 2):
-        assert message.startswith("`barrier:in backward` was called while `gradients` is under way.")
+def test_an_operation_that_was_opened_early_waits_for_those_that_come_before_it() -> None:
+    assert run_ranks(run_another_operation_first, 3, args=[False]) == [[[6.0, 6.0], 3, 1]] * 3
+    survivors = run_ranks(run_another_operation_first, 3, args=[True])[::2]
+    assert [told[:2] for told in survivors] == [[[4.0, 4.0], 2]] * 2

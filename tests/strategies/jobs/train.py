@@ -7,6 +7,7 @@ import random
 import sys
 import warnings
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ class Options:
     accumulate: int = 1
     clip: float | None = None
     precision: str = "32-true"
+    model: str = "Model"
+    callbacks: tuple[str, ...] = ()
     batch_norm: bool = False
     dropout: float = 0.0
     workers: int = 0
@@ -117,6 +120,7 @@ def make_trainer(options: Options) -> Trainer:
         callbacks.append(ModelCheckpoint("best", monitor="val_loss", save_top_k=2, save_last=True))
         every = options.every_n_train_steps
         callbacks.append(ModelCheckpoint("steps", filename="{step}", every_n_train_steps=every, save_top_k=-1))
+    callbacks.extend(getattr(import_module("models"), name)() for name in options.callbacks)
     makers = {"csv": lambda: CSVLogger(".", name="csv"), "tensorboard": lambda: TensorBoardLogger(".", name="board")}
     return Trainer(
         accelerator="cpu",
@@ -145,7 +149,8 @@ def main() -> None:
     options = Options(**json.loads(sys.argv[1])) if len(sys.argv) > 1 else Options()
     seed_everything(7, verbose=False)
     trainer = make_trainer(options)
-    model = Model(options.batch_norm, options.dropout)
+    make_model = Model if options.model == "Model" else getattr(import_module("models"), options.model)
+    model = make_model(options.batch_norm, options.dropout)
     training = DataLoader(
         Samples(options.num_samples, seed=1),
         batch_size=options.batch_size,
