@@ -32,6 +32,7 @@ class Reduced:
         join: Somebody waits to be admitted at the next step boundary.
         hold: Too few replicas are left to go on after this step.
         stop: A rank was asked to end after this step.
+        unused: Parameters of which a rank whose gradients count has none.
 
     """
 
@@ -39,6 +40,7 @@ class Reduced:
     join: bool
     hold: bool
     stop: bool
+    unused: frozenset[Parameter] = frozenset()
 
 
 class _Bucket:
@@ -46,7 +48,8 @@ class _Bucket:
 
     Args:
         parameters: Of one dtype and device, in the order in which backward is expected to reach them.
-        num_flags: Extra elements at the end, 1 for every parameter of the model that has a gradient here.
+        num_flags: Extra elements at the end: for every parameter of the model whether it has a gradient here, then whether
+            a gradient was added to after its reduction had begun.
 
     """
 
@@ -55,9 +58,11 @@ class _Bucket:
         first = parameters[0]
         numels = [p.numel() for p in parameters]
         self.flat = torch.ones(sum(numels) + num_flags, dtype=first.dtype, device=first.device)
-        *parts, self.flags = self.flat.split([*numels, num_flags])
+        self.gradients, self.flags = self.flat.split([sum(numels), num_flags])
+        parts = self.gradients.split(numels)
         self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
+    @torch.no_grad()  # a backward pass with `create_graph=True` calls hooks with gradients enabled
     def fill(self, scale: float) -> None:
         for view, parameter in zip(self.views, self.parameters, strict=True):
             if parameter.grad is None or scale == 0.0:
@@ -96,6 +101,8 @@ class GradientReducer:
         self._works: list[Work] = []
         self._error: RuntimeError | None = None
         self._seen = dict.fromkeys(trainable, 0)
+        self._used: set[Parameter] = set()  # by any backward pass since the last reduction
+        self._accumulated: dict[Parameter, Tensor] = {}
         self._expected: dict[Parameter, int] | None = None
         self._changed_late = False
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
@@ -130,7 +137,9 @@ class GradientReducer:
             _UNKNOWN if is_first else sum(self._expected[p] for p in bucket.parameters) for bucket in self._buckets
         ]
         self._seen = dict.fromkeys(self._parameters, 0)
-        self._changed_late = False
+        # What manual optimization averaged before and did not apply yet. `+ 0.0` so that ranks don't differ in -0.0.
+        accumulated = () if weight else (p for p in self._parameters if p.grad is not None)
+        self._accumulated = {p: p.grad.detach() + 0.0 for p in accumulated if p.grad is not None}
         self._start_over(None)
 
     def finish(self) -> Reduced:
@@ -138,19 +147,18 @@ class GradientReducer:
         pending, self._pending, self._armed = self._pending, None, False
         self.collectives_inside = bool(self.collectives_inside) or self._engine.completed != self._completed
         result = self._engine.run("gradients", self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
-        if self._changed_late:
-            raise TypeError(
-                "A gradient was added to after its reduction had begun: this backward pass used a parameter more often than"
-                " any before. Run such a module with `FTStrategy` only if each step uses its parameters alike."
-            )
         for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
             if flat is not bucket.flat:  # received from a rank that completed this reduction
                 bucket.flat.copy_(flat)
+        unused: frozenset[Parameter] = frozenset()
         if self._buckets and not self._engine.alone:
             self._write_back()
-        return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"])
+            unused = self._unused(result["contributors"])
+        self._used.clear()
+        return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"], unused)
 
     def _on_gradient(self, parameter: Parameter) -> None:
+        self._used.add(parameter)
         if not self._armed:
             return  # an inner micro-batch of an accumulation window
         bucket = self._bucket_of[parameter]
@@ -166,7 +174,8 @@ class GradientReducer:
                 self._error = error
 
     def _next_is_complete(self) -> bool:
-        return len(self._works) < len(self._buckets) and self._missing[len(self._works)] <= 0
+        # The last one tells whether a gradient changed late, which is known when backward is over.
+        return len(self._works) < len(self._buckets) - 1 and self._missing[len(self._works)] <= 0
 
     def _may_launch(self, pending: PendingExchange) -> bool:
         """Whether the buckets may be overwritten: nobody needs what lies in them any more.
@@ -183,6 +192,7 @@ class GradientReducer:
         self._group = group
         self._works = []
         self._error = None
+        self._changed_late = False  # whatever is filled from now on is whole
 
     def _launch(self, group: Group, size: int) -> None:
         if group is not self._group:
@@ -190,9 +200,15 @@ class GradientReducer:
         bucket = self._buckets[len(self._works)]
         bucket.fill(1.0 / size if self._weight else 0.0)
         if bucket.flags.numel():
-            used = [self._weight > 0 and p.grad is not None for p in self._parameters]
-            bucket.flags.fill_(1.0) if all(used) else bucket.flags.copy_(torch.tensor(used))
+            self._set_flags(bucket.flags, self._weight > 0)
         self._works.append(group.allreduce([bucket.flat]))
+
+    def _set_flags(self, flags: Tensor, counts: bool) -> None:
+        if not counts or len(self._used) == len(self._parameters):
+            flags.fill_(counts)
+        else:
+            flags.copy_(torch.tensor([p in self._used for p in self._parameters] + [True]))
+        flags[-1] = self._changed_late
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
         flags = [_FLAGS.unpack(row) for row in exchange.inline]
@@ -201,37 +217,67 @@ class GradientReducer:
                 self._start_over(exchange.group)
             if self._error is not None:
                 raise self._error
-            while len(self._works) < len(self._buckets):
-                self._launch(exchange.group, exchange.size)
-            for work in self._works:
-                work.wait()
+            self._reduce_buckets(exchange.group, exchange.size)
+            if self._buckets and self._buckets[-1].flags[-1] > 0:
+                # A rank used a parameter more often than in any step before, and sent its gradient too early.
+                self._start_over(exchange.group)
+                self._reduce_buckets(exchange.group, exchange.size)
             weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)
-            if weight != total:  # the mean is over the micro-batches that count, not over all ranks
+            if weight == 0:
+                self._keep_accumulated(exchange.group)
+            elif weight != total:  # the mean is over the micro-batches that count, not over all ranks
                 for bucket in self._buckets:
-                    bucket.flat.mul_(total / max(weight, 1))
+                    bucket.gradients.mul_(total / weight)
         return {
             "buckets": [bucket.flat for bucket in self._buckets],
             "members": list(self._engine.members),
+            "contributors": sum(row[2] > 0 for row in flags),
             "join": any(row[0] for row in flags),
             # Of this generation and in the result: a rank that gets it later must not go by what it knows then.
             "hold": self._engine.hold,
             "stop": any(row[1] for row in flags),
         }
 
-    def _write_back(self) -> None:
-        used: Tensor | None = None
+    def _reduce_buckets(self, group: Group, size: int) -> None:
+        while len(self._works) < len(self._buckets):
+            self._launch(group, size)
+        for work in self._works:
+            work.wait()
+
+    def _keep_accumulated(self, group: Group) -> None:
+        """Nobody is left whose gradients count: what was averaged before stays, and nothing is added to it."""
+        if not self._buckets:
+            return
         for bucket in self._buckets:
-            pairs = [(p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True) if p.grad is not None]
-            if pairs:
-                torch._foreach_copy_([grad for grad, _ in pairs], [view for _, view in pairs])
-            if len(pairs) == len(bucket.parameters):
-                continue
-            if used is None:
-                used = self._buckets[-1].flags > 0
-            index = {p: i for i, p in enumerate(self._parameters)}
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is None and used[index[parameter]]:  # used by another rank only
-                    parameter.grad = view.clone()
+                if parameter in self._accumulated:
+                    view.copy_(self._accumulated[parameter])
+        flags = self._buckets[-1].flags
+        self._set_flags(flags, True)
+        group.allreduce([flags]).wait()
+
+    @torch.no_grad()  # with `create_graph=True` gradients have a graph of their own
+    def _write_back(self) -> None:
+        """Let ``p.grad`` be the average; a parameter that no rank used keeps what it has, as under ``ddp``."""
+        is_used: dict[Parameter, bool] | None = None
+        if not self._weight or len(self._used) < len(self._parameters):
+            is_used = dict(zip(self._parameters, (self._buckets[-1].flags > 0).tolist(), strict=False))
+        for bucket in self._buckets:
+            pairs = zip(bucket.parameters, bucket.views, strict=True)
+            averages = [(p, view) for p, view in pairs if is_used is None or is_used[p]]
+            known = [(p.grad, view) for p, view in averages if p.grad is not None]
+            if known:
+                torch._foreach_copy_([grad for grad, _ in known], [view for _, view in known])
+            if len(known) < len(averages):
+                for parameter, view in averages:
+                    if parameter.grad is None:  # used by another rank only
+                        parameter.grad = view.clone()
+
+    def _unused(self, contributors: int) -> frozenset[Parameter]:
+        flags = self._buckets[-1].flags[:-1]
+        if flags.numel() == 0 or flags.min() >= contributors:
+            return frozenset()
+        return frozenset(p for p, count in zip(self._parameters, flags.tolist(), strict=True) if count < contributors)
 
 
 def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucket]:
@@ -248,5 +294,5 @@ def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucke
         if size < bucket_bytes:
             open_groups[kind] = (group, size)
     make = [partial(_Bucket, group, 0) for group in groups[:-1]]
-    make += [partial(_Bucket, group, len(parameters)) for group in groups[-1:]]
+    make += [partial(_Bucket, group, len(parameters) + 1) for group in groups[-1:]]
     return [bucket() for bucket in make]

@@ -16,7 +16,7 @@ def test_buckets_hold_every_parameter_once_last_ones_first_and_one_dtype_each():
     filled = [[names[parameter] for parameter in bucket.parameters] for bucket in buckets]
     assert filled == [["3.bias", "3.weight"], ["2.bias", "2.weight", "0.bias", "0.weight"], ["1.bias", "1.weight"]]
     assert all(len({p.dtype for p in bucket.parameters}) == 1 for bucket in buckets)
-    assert [bucket.flags.numel() for bucket in buckets] == [0, 0, 8]
+    assert [bucket.flags.numel() for bucket in buckets] == [0, 0, 9]
 
 
 def test_bucket_scales_a_gradient_and_takes_none_for_zero():
@@ -86,24 +86,37 @@ def test_block_that_is_used_twice_under_reentrant_checkpointing_is_reduced_whole
             torch.testing.assert_close(parameter.grad, torch.tensor(reduced))
 
 
-def add_to_a_gradient_later(engine: LocalEngine) -> str:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    reducer = GradientReducer(module.parameters(), engine, bucket_bytes=1)
-    for step in range(2):
+def use_a_layer_more_often(engine: LocalEngine) -> list:
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    parameters = [*first.parameters(), *last.parameters()]
+    reducer = GradientReducer(parameters, engine, bucket_bytes=1)
+    gradients = []
+    for step, uses in enumerate([(1, 1), (1, 2), (3, 1)]):  # by rank
+        for parameter in parameters:
+            parameter.grad = None
         reducer.arm(1, 1, stop=False)
-        module(torch.ones(2, 4)).sum().backward()
-        if step:
-            module(torch.ones(2, 4)).sum().backward()
-        try:
-            reducer.finish()
-        except TypeError as error:
-            return str(error)
+        for _ in range(uses[engine.rank]):
+            last(first(torch.full((2, 4), 1.0 + engine.rank + step))).square().mean().backward()
+        reducer.finish()
+        gradients.append([parameter.grad.tolist() for parameter in parameters])
         engine.report_progress(step + 1)
-    return "nothing"
+    return gradients
 
 
-def test_gradient_that_changes_after_its_reduction_began_is_an_error_and_no_wrong_number():
-    assert all("added to after its reduction had begun" in told for told in run_ranks(add_to_a_gradient_later, 2))
+def test_gradient_that_one_rank_adds_to_after_its_reduction_had_begun_is_reduced_again_on_all():
+    results = run_ranks(use_a_layer_more_often, 2)
+    assert results[0] == results[1]
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    for step, uses in enumerate([(1, 1), (1, 2), (3, 1)]):
+        first.zero_grad()
+        last.zero_grad()
+        for rank in range(2):
+            for _ in range(uses[rank]):
+                (last(first(torch.full((2, 4), 1.0 + rank + step))).square().mean() / 2).backward()
+        for parameter, reduced in zip([*first.parameters(), *last.parameters()], results[0][step], strict=True):
+            torch.testing.assert_close(parameter.grad, torch.tensor(reduced))
 
 
 def use_a_layer_now_and_then(engine: LocalEngine) -> list:
@@ -118,8 +131,8 @@ def use_a_layer_now_and_then(engine: LocalEngine) -> list:
         for number in used:
             x = layers[number](x)
         x.sum().backward()
-        reducer.finish()
-        told.append([layer.weight.grad is not None for layer in layers])
+        unused = reducer.finish().unused
+        told.append([[layer.weight.grad is not None, layer.weight in unused] for layer in layers])
         engine.report_progress(step + 1)
     return [told, [layer.weight.grad.tolist() for layer in layers]]
 
@@ -127,4 +140,5 @@ def use_a_layer_now_and_then(engine: LocalEngine) -> list:
 def test_layer_that_some_steps_or_some_ranks_do_not_use_has_a_gradient_where_any_rank_has_one():
     results = run_ranks(use_a_layer_now_and_then, 2)
     assert results[0] == results[1]
-    assert results[0][0] == [[True, False, True], [True, True, True], [True, False, True], [True, True, True]]
+    used, unused, unused_by_one = [True, False], [False, True], [True, True]
+    assert results[0][0] == [[used, layer, used] for layer in (unused, used, unused, unused_by_one)]
