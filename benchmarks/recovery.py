@@ -21,14 +21,14 @@ from lightning_ft.events.audit import Audit, audit
 from lightning_ft.events.log import read_events
 
 
-def measure(kills: int, seed: int, size: str, work: float) -> Audit:
+def measure(kills: int, seed: int, size: str, work: float, spares: int) -> Audit:
     """Run one training with ``kills`` deaths and return what its events add up to."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--devices", "3", "--size", size]
         command += ["--work", str(work), "--steps", "100000", "--epoch-steps", "500", "--max-restarts", "1000"]
-        command += ["--stop-file", str(root / "stop"), "--directory", directory]
+        command += ["--spares", str(spares), "--stop-file", str(root / "stop"), "--directory", directory]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
             killer = Killer(root)
@@ -70,8 +70,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", default="0.1M")
     parser.add_argument("--work", type=float, default=0.01, help="Seconds that each step waits besides computing.")
+    parser.add_argument("--spares", type=int, default=0)
     options = parser.parse_args()
-    record = measure(options.kills, options.seed, options.size, options.work)
+    record = measure(options.kills, options.seed, options.size, options.work, options.spares)
     assert record.median_step is not None
     stalls = [1e3 * (d.recovery - record.median_step) for d in record.deaths if d.recovery is not None]
     gaps = [1e3 * join.gap for join in record.joins if join.gap is not None]

@@ -131,6 +131,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--times", default=None, help="File for the duration of each step.")
     parser.add_argument("--max-restarts", type=int, default=3)
+    parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--stop-file", default=None, help="End when this file appears.")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--validate", action="store_true", help="Validate and save checkpoints, too.")
@@ -144,10 +145,11 @@ def main() -> None:
     callbacks += [StopFile(options.stop_file), Checksums()] if options.stop_file else []
     callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
     per_epoch = options.epoch_steps or options.steps
+    strategy = FTStrategy(max_restarts=options.max_restarts, spares=options.spares)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=FTStrategy(max_restarts=options.max_restarts) if options.strategy == "ft" else options.strategy,
+        strategy=strategy if options.strategy == "ft" else options.strategy,
         max_epochs=-(-options.steps // per_epoch),
         callbacks=callbacks,
         default_root_dir=os.path.abspath(options.directory),

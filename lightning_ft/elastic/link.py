@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from lightning_ft.elastic.protocol import Death, Enter, FromRank, FromSupervisor, Generation, RankEnvironment, connect
+from lightning_ft.elastic.protocol import (
+    Assign,
+    Death,
+    Enter,
+    FromRank,
+    FromSupervisor,
+    Generation,
+    RankEnvironment,
+    connect,
+)
 from lightning_ft.errors import CollectiveTimeoutError, StoppedError, SupervisorLostError
 
 log = logging.getLogger(__name__)
@@ -31,6 +40,7 @@ class SupervisorLink:
         self._generation: Generation | None = None
         self._dead: list[Death] = []  # in generations that this rank did not wait for: a newer one came first
         self._gone = -1  # the newest generation that got its "go"
+        self._assigned: Assign | None = None
         self._entered: Enter | None = None
         self._stop: str | None = None
         self._lost: str | None = None
@@ -64,6 +74,16 @@ class SupervisorLink:
         """Whether there is a newer generation than ``generation``."""
         with self._changed:
             return self._generation is not None and self._generation["number"] > generation
+
+    def wait_for_slot(self, call: int) -> Assign | None:
+        """Return the slot that this spare is to take, or None once the others are past ``call``."""
+
+        def answer() -> tuple[Assign | None] | None:
+            if self._assigned is not None:
+                return (self._assigned,)
+            return (None,) if self._entered is not None and self._entered["call"] == call else None
+
+        return self._wait(answer, None, "")[0]
 
     def wait_for_enter(self, call: int) -> Enter:
         """Return the supervisor's answer to ``begin``; not bounded, since the others may be hours away from this call."""
@@ -133,6 +153,8 @@ class SupervisorLink:
                     self._dead += message["dead"]
                 case "go":
                     self._gone = max(self._gone, message["generation"])
+                case "assign":
+                    self._assigned = message
                 case "enter":
                     self._entered = message
                 case "join_wanted":

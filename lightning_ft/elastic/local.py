@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from lightning_ft.elastic.groups import GlooGroups, Group, Groups
 from lightning_ft.elastic.leveling import Leveling, Outcome, ProvideState, Standing
 from lightning_ft.elastic.link import SupervisorLink
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.protocol import Generation, RankEnvironment
+from lightning_ft.elastic.protocol import NO_SLOT, Generation, RankEnvironment
 from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError
 from lightning_ft.events.log import EventLog
 
@@ -55,6 +56,7 @@ class LocalEngine:
         timeout: timedelta,
         groups: Groups | None = None,
     ) -> None:
+        self._environment = environment
         self.slot = environment.slot
         self.incarnation = environment.incarnation
         self.num_slots = environment.num_slots
@@ -87,7 +89,8 @@ class LocalEngine:
         global _of_process
         if _of_process is None:
             _of_process = cls(environment, policy, EventLog(environment.slot, environment.incarnation), timeout)
-            _of_process.events.emit("start", pid=os.getpid())
+            if environment.slot != NO_SLOT:
+                _of_process.events.emit("start", pid=os.getpid())
             atexit.register(_of_process.close)
         return _of_process
 
@@ -195,6 +198,8 @@ class LocalEngine:
     def begin_call(self, fn: Any) -> str:
         """Collective. Enter the next Trainer call: ``"start"``, ``"join"`` or ``"skip"``."""
         call, self._calls = self._calls, self._calls + 1
+        if self.slot == NO_SLOT and not self._take_slot(call):
+            return "skip"
         self._link.send({"type": "begin", "call": call, "fn": fn})
         mode = self._link.wait_for_enter(call)["mode"]
         self.alone = True
@@ -202,6 +207,17 @@ class LocalEngine:
             self._sequence, self._last = 0, None
             self._reconfigure()
         return mode
+
+    def _take_slot(self, call: int) -> bool:
+        """Wait as a spare until a slot is free; return False if the others are past ``call`` before that."""
+        self._link.send({"type": "park", "call": call})
+        assigned = self._link.wait_for_slot(call)
+        if assigned is None:
+            return False
+        self.slot, self.incarnation = self.events.slot, self.events.incarnation = assigned["slot"], assigned["incarnation"]
+        os.environ.update(replace(self._environment, slot=self.slot, incarnation=self.incarnation).to_environ())
+        self.events.emit("start", pid=os.getpid())
+        return True
 
     def end_call(self) -> None:
         """Collective. Leave the Trainer call."""

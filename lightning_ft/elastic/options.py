@@ -52,6 +52,7 @@ class Policy(SupervisionOptions):
         max_restarts: Respawns of one slot within ``restart_window``; 0: never respawn.
         min_replicas: Ranks that must be alive for steps to be taken.
         timeout: Seconds that members may take to report a failure that others reported; None: for ever.
+        spares: Processes that wait to take a dead rank's place.
 
     Raises:
         ValueError: If a value is out of range.
@@ -61,6 +62,7 @@ class Policy(SupervisionOptions):
     max_restarts: int = 3
     min_replicas: int = 1
     timeout: float | None = None
+    spares: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,13 +72,27 @@ class Policy(SupervisionOptions):
             raise ValueError(f"`min_replicas={self.min_replicas}` is not valid: expected 1 or more.")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"`timeout={self.timeout}` is not valid: expected more than 0 seconds, or None.")
+        if self.spares < 0:
+            raise ValueError(f"`spares={self.spares}` is not valid: expected 0 or more.")
+        if self.spares and not self.max_restarts:
+            raise ValueError(
+                f"`spares={self.spares}` with `max_restarts=0` is not valid: a rank that dies stays away, so that spares"
+                " would wait for ever. Use `spares=0`, or `max_restarts` of 1 or more."
+            )
 
     @classmethod
     def of(
-        cls, options: SupervisionOptions, *, max_restarts: int, min_replicas: int, timeout: float | None = None
+        cls,
+        options: SupervisionOptions,
+        *,
+        max_restarts: int,
+        min_replicas: int,
+        timeout: float | None = None,
+        spares: int = 0,
     ) -> Policy:
         """Return ``options`` with the strategy's arguments added."""
-        return cls(**asdict(options), max_restarts=max_restarts, min_replicas=min_replicas, timeout=timeout)
+        own = asdict(options)
+        return cls(**own, max_restarts=max_restarts, min_replicas=min_replicas, timeout=timeout, spares=spares)
 
     def to_message(self) -> Options:
         """Return the message that tells the supervisor."""

@@ -23,6 +23,9 @@ SUPERVISOR = "LIGHTNING_FT_SUPERVISOR"
 STORE = "LIGHTNING_FT_STORE"
 RUN_ID = "LIGHTNING_FT_RUN_ID"
 
+NO_SLOT = -1
+"""What stands for the slot in the environment of a spare: it waits for one."""
+
 Function = Literal["fit", "validate", "test", "predict"]
 Reason = Literal["start", "death", "join", "error", "exclude", "cancelled"]
 Mode = Literal["start", "join", "skip"]
@@ -33,7 +36,7 @@ class RankEnvironment:
     """What the supervisor tells a rank through its environment.
 
     Args:
-        slot: The lasting identity of this rank's place.
+        slot: The lasting identity of this rank's place; :data:`NO_SLOT` in a spare.
         incarnation: How often the slot was started before.
         num_slots: How many slots the job has.
         supervisor: Address of the control socket, for :func:`connect`.
@@ -101,8 +104,16 @@ class Options(TypedDict):
     restart_window: float
     rejoin_timeout: float
     grace: float
+    spares: int
     start_method: Literal["auto", "fork", "spawn"]
     prefix_output: bool | None
+
+
+class Park(TypedDict):
+    """The spare stands before its ``call``-th Trainer call and waits for a slot."""
+
+    type: Literal["park"]
+    call: int
 
 
 class Begin(TypedDict):
@@ -181,9 +192,17 @@ class Exclude(TypedDict):
     reason: str
 
 
-FromRank = Hello | Options | Begin | Join | Ready | Failed | AtTop | Progress | Raised | End | Log | Exclude
+FromRank = Hello | Options | Park | Begin | Join | Ready | Failed | AtTop | Progress | Raised | End | Log | Exclude
 
 # Supervisor -> rank.
+
+
+class Assign(TypedDict):
+    """The answer to park: the spare is the rank in ``slot`` from now on. If the call is over, enter ("skip") comes first."""
+
+    type: Literal["assign"]
+    slot: int
+    incarnation: int
 
 
 class Enter(TypedDict):
@@ -235,7 +254,7 @@ class Stop(TypedDict):
     message: str
 
 
-FromSupervisor = Enter | Generation | Go | JoinWanted | Stop
+FromSupervisor = Assign | Enter | Generation | Go | JoinWanted | Stop
 
 Received = TypeVar("Received", FromRank, FromSupervisor)
 

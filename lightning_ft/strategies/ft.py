@@ -60,6 +60,8 @@ class FTStrategy(ParallelStrategy):
         min_replicas: With fewer live ranks than this, training waits for respawns after the step under way.
         timeout: How long ranks may wait for each other; seconds if a number. A rank that keeps the others waiting longer
             is taken for hung and excluded. Default: 30 minutes.
+        spares: Processes that are kept waiting at the Trainer call to take a dead rank's place at once; without them a
+            rank's next process first runs the script up to there.
         supervision: The rarer options of the supervisor.
 
     Raises:
@@ -80,13 +82,18 @@ class FTStrategy(ParallelStrategy):
         max_restarts: int = 3,
         min_replicas: int = 1,
         timeout: timedelta | float | None = None,
+        spares: int = 0,
         supervision: SupervisionOptions | None = None,
     ) -> None:
         super().__init__()
         timeout = _DEFAULT_TIMEOUT if timeout is None else timeout
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._policy = Policy.of(
-            supervision or SupervisionOptions(), max_restarts=max_restarts, min_replicas=min_replicas, timeout=seconds
+            supervision or SupervisionOptions(),
+            max_restarts=max_restarts,
+            min_replicas=min_replicas,
+            timeout=seconds,
+            spares=spares,
         )
         self._timeout = timedelta(seconds=seconds)
         self.num_nodes = 1
@@ -180,6 +187,11 @@ class FTStrategy(ParallelStrategy):
             raise MisconfigurationException(
                 f"`FTStrategy(min_replicas={self._policy.min_replicas})` with `devices={self.num_processes}`:"
                 f" expected 1 to {self.num_processes}."
+            )
+        if self._policy.spares and self.num_processes == 1:
+            raise MisconfigurationException(
+                f"`FTStrategy(spares={self._policy.spares})` with `devices=1`: there are no other ranks that could go on"
+                " while a spare joins. Use `spares=0`, or more devices."
             )
         self._launcher = ElasticLauncher(self.num_processes, self._policy.start_method, self._start_engine)
 

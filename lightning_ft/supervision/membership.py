@@ -55,6 +55,17 @@ class Membership:
         """Slots of the members by seniority, without those that completed the call."""
         return self._generations.members
 
+    @property
+    def call(self) -> int:
+        """The newest Trainer call that was started; -1 before the first."""
+        return self._call
+
+    @property
+    def num_spares(self) -> int:
+        """How many processes are worth keeping ready to take a dead rank's place."""
+        is_running = self._call >= 0 and self._verdict is None and self._signal is None
+        return self.policy.spares if is_running else 0
+
     # Inputs.
 
     def started(self, slot: int, incarnation: int, pid: int) -> None:

@@ -128,6 +128,14 @@ class Output:
             return child, os.dup(child)
         return self._open_stream(slot, self._stdout), self._open_stream(slot, self._stderr)
 
+    def hand_over(self, spare: int, slot: int) -> None:
+        """Show the streams of a spare as those of ``slot`` from now on."""
+        streams = self._streams.pop(spare, [])
+        for stream in streams:
+            self._finish(stream)
+            stream.slot = slot
+        self._streams[slot] = streams
+
     def lead(self, slot: int) -> None:
         """Let the bytes of ``slot`` pass through from now on."""
         if slot != self._leader:
@@ -257,7 +265,8 @@ class Output:
 
     def _prefix(self, slot: int, is_terminal: bool) -> bytes:
         wanted = self.prefix if self.prefix is not None else not is_terminal or slot != self._leader
-        return b"[slot %d] " % slot if wanted else b""
+        name = b"[spare]" if slot < 0 else b"[slot %d]" % slot
+        return name + b" " if wanted else b""
 
     def _passes(self, stream: Stream) -> bool:
         return stream.is_terminal and stream.slot == self._leader and self.prefix is not True

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, get_args
 
 from lightning_ft.elastic import protocol
 from lightning_ft.elastic.options import StartMethod
-from lightning_ft.elastic.protocol import Channel, FromRank, RankEnvironment
+from lightning_ft.elastic.protocol import NO_SLOT, Assign, Channel, Enter, FromRank, RankEnvironment
 from lightning_ft.events.log import EventLog
 from lightning_ft.supervision import program
 from lightning_ft.supervision.actions import Action, Finish, Notice, Record, Send, Show, Signal, Spawn
@@ -29,6 +29,7 @@ from lightning_ft.supervision.command import SUPERVISOR_MODULE
 from lightning_ft.supervision.membership import Membership
 from lightning_ft.supervision.output import Output, Writer
 from lightning_ft.supervision.processes import become_subreaper, end_group
+from lightning_ft.supervision.spares import Spares
 from lightning_ft.supervision.starting import Starter
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _STORE_HOST = "127.0.0.1"
 
 @dataclass
 class _Process:
-    slot: int
+    slot: int  # negative: a spare
     incarnation: int
     pid: int
     channels: list[Channel[FromRank]] = field(default_factory=list)  # the first is answered; others bring last words
@@ -72,6 +73,7 @@ class Supervisor:
         self._num_slots = num_slots
         self._starter = starter
         self._membership = Membership(num_slots)
+        self._spares = Spares()
         self._processes: dict[int, _Process] = {}  # by process id
         self._slots: dict[int, _Process] = {}
         self._selector = selectors.DefaultSelector()
@@ -97,8 +99,11 @@ class Supervisor:
                     for action in actions:
                         self._perform(action)
                 if self._exit_code is None:
+                    self._tend_spares()
                     self._wait()
         finally:
+            for pid in self._processes:
+                end_group(pid)  # spares, and what they started
             self._starter.close()
             self._listener.close()
             self._writer.close()
@@ -111,7 +116,8 @@ class Supervisor:
             self._output.lead(self._membership.members[0])
         if self._writer.is_full():
             self._output.pause()
-        deadline = self._membership.deadline()
+        deadlines = [self._membership.deadline(), self._spares.deadline(self._membership.num_spares)]
+        deadline = min((deadline for deadline in deadlines if deadline is not None), default=None)
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
         for key, _ in self._selector.select(timeout):
             registered = self._selector.get_map().get(key.fd)
@@ -140,8 +146,14 @@ class Supervisor:
     # Processes.
 
     def _spawn(self, slot: int, incarnation: int) -> None:
+        if (spare := self._spares.take(time.monotonic())) is None:
+            self._start(slot, incarnation)
+        else:
+            self._assign(spare, slot, incarnation)
+
+    def _start(self, slot: int, incarnation: int) -> None:
         env = RankEnvironment(
-            slot=slot,
+            slot=max(slot, NO_SLOT),
             incarnation=incarnation,
             num_slots=self._num_slots,
             supervisor=self._address,
@@ -161,7 +173,24 @@ class Supervisor:
     def _on_started(self, pid: int, key: tuple[int, int]) -> None:
         slot, incarnation = key
         self._processes[pid] = self._slots[slot] = _Process(slot, incarnation, pid)
-        self._membership.started(slot, incarnation, pid)
+        if slot < 0:
+            self._events.emit("spare", pid=pid)
+        else:
+            self._membership.started(slot, incarnation, pid)
+
+    def _tend_spares(self) -> None:
+        """Start spares that are missing, and send on those that wait before a call that is over."""
+        for spare in self._spares.take_due(self._membership.num_spares, time.monotonic()):
+            self._start(spare, 0)
+        for spare, call in self._spares.take_behind(self._membership.call):
+            self._send(spare, Enter(type="enter", call=call, mode="skip"))
+
+    def _assign(self, spare: int, slot: int, incarnation: int) -> None:
+        process = self._slots[slot] = self._slots.pop(spare)
+        process.slot, process.incarnation = slot, incarnation
+        self._output.hand_over(spare, slot)
+        self._membership.started(slot, incarnation, process.pid)
+        self._send(slot, Assign(type="assign", slot=slot, incarnation=incarnation))
 
     def _reap(self) -> None:
         """Take note of all processes that ended: ranks, what their own children left, the zygote."""
@@ -191,7 +220,11 @@ class Supervisor:
             self._hang_up(process, channel)
         del self._slots[process.slot]
         self._output.close(process.slot)
-        self._membership.exited(process.slot, process.incarnation, code, time.monotonic())
+        if process.slot < 0:
+            self._events.emit("spare_exit", pid=process.pid, code=code)
+            self._spares.ended(process.slot, time.monotonic())
+        else:
+            self._membership.exited(process.slot, process.incarnation, code, time.monotonic())
 
     # The control channel.
 
@@ -234,11 +267,20 @@ class Supervisor:
                 self._on_message(process, message)
 
     def _on_message(self, process: _Process, message: FromRank) -> None:
+        if process.slot < 0:
+            self._on_message_of_spare(process.slot, message)
+            return
         if message["type"] == "log":
             self._events.open(message["directory"])
         self._membership.message(process.slot, process.incarnation, message, time.monotonic())
         if message["type"] == "options":
             self._output.prefix = self._membership.policy.prefix_output
+
+    def _on_message_of_spare(self, spare: int, message: FromRank) -> None:
+        if message["type"] == "park":
+            self._spares.parked(spare, message["call"])
+        elif message["type"] == "exception":
+            log.warning("A spare raised %s: %s.", message["exception"], message["message"])
 
     def _send(self, slot: int, message: protocol.FromSupervisor) -> None:
         process = self._slots.get(slot)

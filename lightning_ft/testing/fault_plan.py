@@ -48,8 +48,6 @@ class FaultPlan(Callback):
         self.faults = tuple(fault if isinstance(fault, Fault) else Fault(**fault) for fault in faults)
         self.directory = directory
         self.timeout = timeout
-        environment = RankEnvironment.from_environ(os.environ)
-        self._environment = environment
         self._ledger: Ledger | None = None
         self._visits = dict.fromkeys(range(len(self.faults)), 0)
         self._events: Any = None
@@ -237,6 +235,10 @@ class FaultPlan(Callback):
     def _is_target(self, fault: Fault, trainer: Trainer) -> bool:
         incarnation = 0 if self._environment is None else self._environment.incarnation
         return self._slot(trainer) == fault.slot and fault.incarnation in (None, incarnation)
+
+    @property
+    def _environment(self) -> RankEnvironment | None:
+        return RankEnvironment.from_environ(os.environ)  # anew: a spare gets its slot after this callback was made
 
     def _slot(self, trainer: Trainer) -> int:
         return trainer.global_rank if self._environment is None else self._environment.slot

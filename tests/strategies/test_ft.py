@@ -99,6 +99,8 @@ def test_process_of_another_launcher_is_refused(tmp_path, monkeypatch):
         ({"max_restarts": -1}, r"`max_restarts=-1` is not valid: expected 0 or more"),
         ({"min_replicas": 0}, r"`min_replicas=0` is not valid: expected 1 or more"),
         ({"timeout": 0}, r"`timeout=0` is not valid: expected more than 0 seconds"),
+        ({"spares": -1}, r"`spares=-1` is not valid: expected 0 or more"),
+        ({"spares": 1, "max_restarts": 0}, r"`spares=1` with `max_restarts=0` is not valid"),
         ({"timeout": -2.5}, r"`timeout=-2.5` is not valid"),
     ],
 )
@@ -116,6 +118,7 @@ def test_wrong_supervision_option_is_named():
     ("arguments", "message"),
     [
         ({"devices": 2, "strategy": FTStrategy(min_replicas=3)}, r"min_replicas=3.*devices=2.*expected 1 to 2"),
+        ({"devices": 1, "strategy": FTStrategy(spares=1)}, r"FTStrategy\(spares=1\)` with `devices=1`"),
         ({"devices": 2, "strategy": FTStrategy(), "num_nodes": 2}, r"num_nodes=2.*expected 1"),
     ],
 )

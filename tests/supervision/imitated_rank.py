@@ -25,7 +25,12 @@ class ImitatedRank:
         self._channel.send({"type": kind, **fields})
 
     def begin(self, call: int = 0, fn: str = "fit") -> str:
-        """Return the mode in which this rank entered the call."""
+        """Return the mode in which this rank entered the call; a spare first waits for a slot."""
+        if self.slot < 0:
+            self.send("park", call=call)
+            if (message := self._receive())["type"] == "enter":
+                return str(message["mode"])
+            self.slot, self.incarnation = message["slot"], message["incarnation"]
         self.send("begin", call=call, fn=fn)
         while (message := self._receive())["type"] != "enter":
             pass

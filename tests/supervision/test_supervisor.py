@@ -205,6 +205,68 @@ rank.send("end", call=0)
     ]
 
 
+SPARES = """
+directory = os.path.dirname(__file__)
+def is_first(name):
+    try:
+        return not os.close(os.open(os.path.join(directory, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+rank = ImitatedRank(spares=1, max_restarts=1)
+is_spare = rank.slot < 0
+if is_spare and is_first("raises"):
+    from lightning_ft.supervision.last_words import report_uncaught
+    report_uncaught()
+    raise ValueError("not this one")
+if is_spare and is_first("dies while it waits"):
+    rank.send("park", call=0)
+    os.kill(os.getpid(), signal.SIGKILL)
+if is_spare:
+    print("a spare waits", subprocess.Popen(["sleep", "60"]).pid)
+rank.send("log", directory=directory)
+for call, fn in enumerate(["fit", "validate", "fit"]):
+    mode = rank.begin(call, fn)
+    if is_spare:
+        print(fn, mode)
+    if mode == "skip":
+        continue
+    while True:
+        members = rank.next_generation()
+        rank.send("progress", step=1)
+        if rank.generation["number"] == 1:
+            while not os.path.exists(os.path.join(directory, "go")):
+                time.sleep(0.01)
+        if call == 2 and len(members) == 2 and rank.generation["incarnations"][1] == 0 and rank.slot == 1:
+            print("dies", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if call < 2 or rank.generation["incarnations"].get(1) == 1:
+            break
+    rank.send("end", call=call)
+print("done", os.getpid(), is_spare)
+"""
+
+
+def test_spare_follows_the_calls_and_takes_the_place_of_the_dead(start: Start, tmp_path: Path) -> None:
+    job = start(SPARES, 2)
+    job.wait_for(r"\[spare\] a spare waits \d+\n")
+    (tmp_path / "go").touch()
+    assert job.finish() == 0, job.output
+    assert job.output.count("A spare raised ValueError: not this one.") == 1
+    assert "Traceback" not in job.output
+    modes = re.findall(r"^\[(spare|slot 1)\] (\w+) (skip|join)$", job.output, re.M)
+    assert modes[:3] == [("spare", "fit", "skip"), ("spare", "validate", "skip"), ("slot 1", "fit", "join")]
+    assert len(re.findall(r"^\[slot \d\] done \d+ False$", job.output, re.M)) == 1
+    (pid,) = re.findall(r"^\[slot 1\] done (\d+) True$", job.output, re.M)
+    events = [json.loads(line) for line in (tmp_path / "supervisor.jsonl").read_text().splitlines()]
+    assert [event["pid"] for event in events if event["event"] == "spawn"][2:] == [int(pid)]
+    codes = [event["code"] for event in events if event["event"] == "spare_exit"]
+    assert codes == [1, -signal.SIGKILL]
+    assert "respawning (1 of 1)" in job.output
+    for child in re.findall(r"a spare waits (\d+)$", job.output, re.M):
+        stat = Path(f"/proc/{child}/stat")
+        assert not stat.exists() or stat.read_text().split()[2] in "ZX", "what a spare started lives on"
+
+
 def test_death_of_the_supervisor_leaves_no_process(start: Start) -> None:
     job = start("ImitatedRank().begin(); print('up'); signal.pause()", 3)
     job.wait_for("up", 3)
