@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.nn import functional
 
 __all__ = [
     "connect_store",
@@ -29,6 +30,7 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (c10d._World, "pg_group_ranks"),
     (c10d._World, "pg_backend_config"),
     (torch._C._distributed_c10d, "ProcessGroup"),
+    (functional, "_AllGather"),
 )
 _missing = [f"{owner.__name__}.{name}" for owner, name in _REQUIRED if not hasattr(owner, name)]
 if dist.is_gloo_available():

@@ -44,7 +44,7 @@ class Collectives:
         """Collective. Return the reduced tensors; the arguments are left as they are."""
 
         def body(exchange: Exchange) -> list[Tensor]:
-            results = [tensor.detach().clone() for tensor in tensors]
+            results = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
             for result in results:
                 exchange.all_reduce(result, op)
             return results
