@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from lightning_ft.elastic.exchange import Exchange, PendingExchange, pack_header
+from lightning_ft.elastic.exchange import Exchange, Interrupted, PendingExchange, pack_header
 
 Result = TypeVar("Result")
 
@@ -97,6 +97,14 @@ class Engine(Protocol):
     def leave(self) -> None:
         """Take no further part: what this rank does from now on, it does alone, and the others need not wait for it."""
 
+    def interrupt(self, signal: int) -> NoReturn:
+        """Collective with whatever the others are in or enter next: all leave it by :class:`Interrupted`.
+
+        Args:
+            signal: The signal that asked for it; the supervisor passes it on to those that did not receive it.
+
+        """
+
     def join(self) -> Any:
         """Return the state of the running job, as a new member of it; operations stay private until :meth:`enter`."""
 
@@ -164,6 +172,9 @@ class SoloEngine:
 
     def leave(self) -> None:
         pass
+
+    def interrupt(self, signal: int) -> NoReturn:
+        raise Interrupted
 
     def join(self) -> Any:
         raise RuntimeError("A job of one process has nobody to join.")

@@ -18,8 +18,15 @@ from lightning_ft.elastic.groups import Group, Work
 from lightning_ft.errors import CollectiveMismatchError
 
 INLINE_BYTES = 96
+INTERRUPT = "interrupt"
+"""The operation that ends whichever one the others are in."""
+
 _LABEL_BYTES = 44
 _LAYOUT = struct.Struct(f"=qqi{_LABEL_BYTES}s{INLINE_BYTES}s")
+
+
+class Interrupted(BaseException):
+    """A rank broke off what all were in, and so do the others; not an ``Exception``, which user code might handle."""
 
 
 def pack_header(sequence: int, size: int, label: str, inline: bytes) -> Tensor:
@@ -47,9 +54,12 @@ def check_headers(headers: Sequence[bytes]) -> list[bytes]:
 
     Raises:
         CollectiveMismatchError: If the ranks are not in the same operation.
+        Interrupted: If one of them interrupts the others in theirs.
 
     """
     parsed = [_LAYOUT.unpack(header) for header in headers]
+    if any(label.rstrip(b"\0").decode() == INTERRUPT for _, _, _, label, _ in parsed):
+        raise Interrupted
     wanted = parsed[0][:2] + parsed[0][3:4]
     different = [rank for rank, (seq, size, _, label, _) in enumerate(parsed) if (seq, size, label) != wanted]
     if different:

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from lightning_ft.elastic._torch_compat import connect_store
 from lightning_ft.elastic.engine import Change
-from lightning_ft.elastic.exchange import Exchange, PendingExchange, pack_header
+from lightning_ft.elastic.exchange import INTERRUPT, Exchange, Interrupted, PendingExchange, pack_header
 from lightning_ft.elastic.groups import GlooGroups, Group, Groups
 from lightning_ft.elastic.leveling import Leveling, Outcome, ProvideState, Standing
 from lightning_ft.elastic.link import SupervisorLink
@@ -33,6 +33,7 @@ Result = TypeVar("Result")
 _of_process: "LocalEngine | None" = None
 
 _SUPERVISOR_SECONDS = 30.0
+_INTERRUPTED = {"interrupted": True}  # in place of the result of the operation
 _PROGRESS_INTERVAL = 0.05  # seconds; the supervisor wakes up for each report
 
 
@@ -171,12 +172,18 @@ class LocalEngine:
                 break
             except CollectiveMismatchError:
                 raise
+            except Interrupted:
+                self._complete(_INTERRUPTED)
+                raise
             except RuntimeError as error:
                 reason = str(error)
             opened = None
             replay = self._recover(label, reason)
             if replay is not None:
                 (result,) = replay
+                if result == _INTERRUPTED:
+                    self._complete(result)
+                    raise Interrupted
                 break
         self._complete(result)
         return result
@@ -231,6 +238,12 @@ class LocalEngine:
         self._break_off()
         self._opened = None
         self.alone = True
+
+    def interrupt(self, signal: int) -> NoReturn:
+        """Collective with whatever the others are in or enter next: all leave it by :class:`Interrupted`."""
+        self._link.send({"type": "asked", "signal": signal})
+        self.run(INTERRUPT, lambda exchange: None)
+        raise AssertionError("an interruption interrupts at least this rank")
 
     def join(self) -> Any:
         """Return the state of the running job, as a new member of it; operations stay private until :meth:`enter`."""

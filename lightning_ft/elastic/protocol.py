@@ -192,7 +192,14 @@ class Exclude(TypedDict):
     reason: str
 
 
-FromRank = Hello | Options | Park | Begin | Join | Ready | Failed | AtTop | Progress | Raised | End | Log | Exclude
+class Asked(TypedDict):
+    """The rank received a signal by which the job is asked to stop."""
+
+    type: Literal["asked"]
+    signal: int
+
+
+FromRank = Hello | Options | Park | Begin | Join | Ready | Failed | AtTop | Progress | Raised | End | Log | Exclude | Asked
 
 # Supervisor -> rank.
 

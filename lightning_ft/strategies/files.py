@@ -25,7 +25,9 @@ def write_atomically(
     if "://" in path or isinstance(checkpoint_io, AsyncCheckpointIO):
         checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         return
-    temporary = f"{path}.writing"
+    directory, name = os.path.split(os.path.abspath(path))
+    # Lightning takes every name with "hpc_ckpt_" in it for a checkpoint to resume from.
+    temporary = os.path.join(directory, f"{name.replace('ckpt', 'checkpoint')}.writing")
     try:
         checkpoint_io.save_checkpoint(checkpoint, temporary, storage_options=storage_options)
         _sync(temporary)
@@ -34,7 +36,7 @@ def write_atomically(
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    _sync(os.path.dirname(os.path.abspath(path)))
+    _sync(directory)
 
 
 def _sync(path: str) -> None:

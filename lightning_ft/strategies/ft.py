@@ -193,7 +193,12 @@ class FTStrategy(ParallelStrategy):
                 f"`FTStrategy(spares={self._policy.spares})` with `devices=1`: there are no other ranks that could go on"
                 " while a spare joins. Use `spares=0`, or more devices."
             )
-        self._launcher = ElasticLauncher(self.num_processes, self._policy.start_method, self._start_engine)
+        self._launcher = ElasticLauncher(
+            self.num_processes,
+            self._policy.start_method,
+            self._start_engine,
+            lambda: None if self._live is None else self._live.preemption,
+        )
 
     def _start_engine(self, environment: RankEnvironment | None) -> Engine:
         """Return the engine of this process, started at its first Trainer call."""
@@ -224,6 +229,7 @@ class FTStrategy(ParallelStrategy):
         self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
         if not self.engine.alone:
             self._live.agree_on_slots()
+        self._live.preemption.listen()
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
@@ -330,8 +336,29 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._before_evaluation_batch()
         self._before_forward()
         return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._before_evaluation_batch()
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._before_evaluation_batch()
+        return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        """Collective. Nobody trains on while others may still break off this validation."""
+        if self._live is not None and self._live.trainer.state.fn == TrainerFn.FITTING:
+            self._live.preemption.after_validation()
+
+    def _before_evaluation_batch(self) -> None:
+        if self._live is not None:
+            self._live.preemption.before_evaluation_batch()
 
     def _before_forward(self) -> None:
         if self._live is not None and self._live.buffers is not None:
@@ -357,7 +384,7 @@ class FTStrategy(ParallelStrategy):
         assert live is not None
         self._micro_batches.append(live.has_own_batch)
         if self._synchronize_gradients:
-            reducer.arm(sum(self._micro_batches), len(self._micro_batches), stop=live.asked_to_stop)
+            reducer.arm(sum(self._micro_batches), len(self._micro_batches), stop=live.preemption.asked)
         loss = closure_loss if live.has_own_batch else closure_loss * 0.0
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._synchronize_gradients:

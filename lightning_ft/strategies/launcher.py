@@ -11,9 +11,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from typing_extensions import override
 
 from lightning_ft.elastic.engine import Engine
+from lightning_ft.elastic.exchange import Interrupted
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.strategies.joining import PEER_CHECKPOINT
+from lightning_ft.strategies.preemption import EXIT_CODE, Preemption, stopped
 from lightning_ft.supervision.command import exec_supervisor
 from lightning_ft.supervision.last_words import report_uncaught
 
@@ -27,6 +29,7 @@ class ElasticLauncher(_Launcher):
         num_slots: How many ranks the Trainer asks for.
         start_method: How they are started.
         start_engine: Returns the engine of this process.
+        preemption: Returns what is known about the end of the call, once it is set up.
 
     """
 
@@ -35,10 +38,12 @@ class ElasticLauncher(_Launcher):
         num_slots: int,
         start_method: StartMethod,
         start_engine: Callable[[RankEnvironment | None], Engine],
+        preemption: Callable[[], Preemption | None],
     ) -> None:
         self._num_slots = num_slots
         self._start_method = start_method
         self._start_engine = start_engine
+        self._preemption = preemption
 
     @property
     @override
@@ -70,14 +75,32 @@ class ElasticLauncher(_Launcher):
             position = _CKPT_PATH_POSITION[function.__name__]
             args = (*args[:position], PEER_CHECKPOINT, *args[position + 1 :])
         try:
-            result = function(*args, **kwargs)
+            result = self._run(function, *args, **kwargs)
             engine.end_call()
         except BaseException as error:
             if isinstance(error, SIGTERMException):
-                error.code = 128 + 15  # what a shell says of a process that SIGTERM ended
+                error.code = EXIT_CODE
+                preemption = self._preemption()
+                if preemption is not None and preemption.agreed:
+                    preemption.conclude()
             engine.report_exception(error)
             engine.leave()  # hooks that handle the exception may call collectives, which the others do not
             raise
+        return result
+
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Collective. Make the call; a rank that was asked to stop meanwhile ends it on all of them."""
+        result = None
+        try:
+            result = function(*args, **kwargs)
+            interrupted = False
+        except Interrupted:
+            interrupted = True
+        preemption = self._preemption()
+        assert preemption is not None
+        preemption.agreed |= interrupted or preemption.ask_all("after the call")
+        if preemption.agreed:
+            raise stopped()
         return result
 
 

@@ -18,6 +18,7 @@ from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.ghost import ghost_step
+from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.startup import StartupRecord
 
@@ -53,6 +54,7 @@ class LiveTraining:
         self.committed: dict[str, Any] = {}
         """What the step under way commits: its epoch, its tickets by slot, the slots in its average."""
         self.trainer = trainer
+        self.preemption = Preemption(trainer, engine)
         self._pl_module = pl_module
         self._engine = engine
         self._collectives = collectives
@@ -61,7 +63,6 @@ class LiveTraining:
         self._batch = ExitStack()
         self._slots: tuple[int, ...] = ()
         self._pause_agreed = False
-        self._asked_to_stop = False
         self._received: dict[str, Any] | None = None
         self._logger_versions: list[Any] | None = None
 
@@ -82,27 +83,24 @@ class LiveTraining:
         """Get a word in before every batch, and keep Lightning from synchronizing the ranks on its own for each."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
         advance = type(epoch_loop).advance.__get__(epoch_loop)
+        on_advance_end = type(epoch_loop).on_advance_end.__get__(epoch_loop)
 
         def advance_elastically(data_fetcher: Any) -> None:
             self._before_batch()
             with self._batch:  # ends a ghost step, if this becomes one
                 advance(data_fetcher)
 
-        epoch_loop.advance = advance_elastically  # type: ignore[method-assign]
-        epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        # Lightning's handler would broadcast inside the signal handler, which deadlocks unless all ranks get the signal.
-        connector = self.trainer._signal_connector
-        connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign,assignment]
+        def end_advance(data_fetcher: Any) -> None:
+            if self.preemption.agreed and epoch_loop._should_check_val_fx(data_fetcher):
+                self.preemption.validation_due = True
+                raise stopped()  # the grace may be too short for it: the resumed run begins with it
+            on_advance_end(data_fetcher)
 
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        self._asked_to_stop = True  # the ranks agree on the last step in the next reduction
+        epoch_loop.advance = advance_elastically  # type: ignore[method-assign]
+        epoch_loop.on_advance_end = end_advance  # type: ignore[method-assign]
+        epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     # Batches.
-
-    @property
-    def asked_to_stop(self) -> bool:
-        """Whether this rank received SIGTERM."""
-        return self._asked_to_stop
 
     @property
     def has_own_batch(self) -> bool:
@@ -121,7 +119,8 @@ class LiveTraining:
         """Take in what all ranks learned from the reduction of the step under way."""
         self._pause_agreed = self._pause_agreed or reduced.join or reduced.hold
         if reduced.stop:
-            self.trainer._signal_connector.received_sigterm = True
+            self.preemption.agree()
+        self.preemption.has_trained = True
         self._divide_among(reduced.members)
         if self.loader is not None:
             done = self.loader.commit(reduced.members)
@@ -140,6 +139,7 @@ class LiveTraining:
 
     def _before_batch(self) -> None:
         """Collective. At a batch boundary: enter as a joiner, let joiners in."""
+        has_joined = self._received is not None
         if self._received is not None:
             self._finish_joining(self._received)
         if self._startup.open:
@@ -147,8 +147,11 @@ class LiveTraining:
             if self._logger_versions is None:
                 self._logger_versions = self._collectives.broadcast_object(leadership.logger_versions(self.trainer))
                 leadership.adopt_versions(self.trainer, self._logger_versions)
-        if self._pause_agreed:
-            self._admit()
+        if has_joined or self._pause_agreed:
+            if self._pause_agreed:
+                self._admit()
+            if self.preemption.ask_all("after a pause"):  # which may have been long
+                raise stopped()
         replicas = f"{len(self._engine.members)}/{self._engine.num_slots}"
         self.trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
 

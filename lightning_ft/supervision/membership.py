@@ -8,9 +8,10 @@ So the order in which simultaneous events arrive does not matter, and two deaths
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.protocol import Begin, Enter, FromRank, Raised, Stop
+from lightning_ft.elastic.protocol import Asked, Begin, Enter, Exclude, FromRank, Raised, Stop
 from lightning_ft.supervision.actions import Action, Finish, Notice, Show, Signal, Spawn
 from lightning_ft.supervision.generations import Generations
 from lightning_ft.supervision.outcome import Ending, Outcome, describe
@@ -18,6 +19,7 @@ from lightning_ft.supervision.respawn import Respawns
 from lightning_ft.supervision.roster import Phase, Rank, Roster
 
 _IMPATIENCE = 1.0  # seconds of grace after a second Ctrl-C
+_ECHO = 0.5  # seconds within which a signal that comes again is the same one: sent to the group and to its leader
 _TERMINATIONS = ("KeyboardInterrupt", "SIGTERMException")
 
 
@@ -46,6 +48,7 @@ class Membership:
         self._has_progressed = False
         self._raised: dict[tuple[str, str], set[int]] = {}  # exception -> slots, since the last progress
         self._signal: int | None = None
+        self._forwarded: dict[int, float] = {}  # signal -> when it was last passed on
         self._kill_at: float | None = None
         self._verdict: tuple[int, str | None] | None = None
         self._finished = False
@@ -103,8 +106,8 @@ class Membership:
                 self._respawns.progressed(slot)
             case "exception":
                 self._on_exception(rank, message, now)
-            case "exclude":
-                self._on_exclude(message["slot"], message["reason"])
+            case "asked" | "exclude":
+                self._on_request(rank, message, now)
 
     def exited(self, slot: int, incarnation: int, code: int, now: float) -> None:
         """The process of a rank is gone; ``code`` is its exit code, or ``-signum``."""
@@ -123,6 +126,8 @@ class Membership:
             self._generations.is_ending |= code == 0  # the user's own sys.exit(0) in a hook
         if rank.killed and rank.killed_because is None:
             return
+        if code == -signal.SIGTERM and self._verdict is None:  # it was asked to stop where it could not answer
+            self._on_asked(rank, signal.SIGTERM, now)
         self._outcome.add(Ending(slot, incarnation, code, how, is_complete=code == 0 or is_between_calls))
         if self._verdict is not None or code == 0:
             return
@@ -135,14 +140,26 @@ class Membership:
 
     def signalled(self, number: int, now: float) -> None:
         """The supervisor received a signal."""
-        for slot in self._roster.ranks:
-            self._roster.act(Signal(slot, number))
-        if number not in (signal.SIGTERM, signal.SIGINT):
+        if now < self._forwarded.get(number, now - _ECHO) + _ECHO:
             return
-        kill_at = now + (self.policy.grace if self._signal is None else min(self.policy.grace, _IMPATIENCE))
-        self._kill_at = kill_at if self._kill_at is None else min(kill_at, self._kill_at)
-        self._signal = self._signal or number
-        self._forget_spawns()
+        self._pass_on(number, now)
+        if number == signal.SIGINT and self._signal is not None:  # Ctrl-C again: somebody waits
+            self._kill_at = min(now + _IMPATIENCE, self._kill_at or now + _IMPATIENCE)
+        self._heed(number, now)
+
+    def _pass_on(self, number: int, now: float, sender: int | None = None) -> None:
+        self._forwarded[number] = now
+        for slot in self._roster.ranks:
+            if slot != sender:
+                self._roster.act(Signal(slot, number))
+
+    def _heed(self, number: int, now: float) -> None:
+        """End the job if that is what the signal means."""
+        if self._signal is None and number in (signal.SIGTERM, signal.SIGINT):
+            self._signal = number
+            if self._verdict is None:
+                self._kill_at = now + self.policy.grace
+            self._forget_spawns()
 
     def tick(self, now: float) -> list[Action]:
         """Return what is to be done, after any inputs or when :meth:`deadline` has come."""
@@ -177,6 +194,9 @@ class Membership:
             return
         if message["exception"] == "SIGTERMException":  # one rank was told to end, and the ranks agreed on the step
             self._conclude(message["code"], None, now)
+            for other in self._roster.ranks.values():
+                if other.phase in (Phase.JOINING, Phase.WAITING):  # for those who are about to end
+                    self._roster.kill(other)
             return
         slots = self._raised.setdefault((message["exception"], message["message"]), set())
         if not slots and message["traceback"]:
@@ -190,6 +210,18 @@ class Membership:
         elif len(slots) > 1 and self.members and slots.issuperset(self.members):
             error = f"{told}, and so did every other member, without a step in between."
             self._abort(message["code"], error, now)
+
+    def _on_request(self, rank: Rank, message: Asked | Exclude, now: float) -> None:
+        if message["type"] == "asked":
+            self._on_asked(rank, message["signal"], now)
+        else:
+            self._on_exclude(message["slot"], message["reason"])
+
+    def _on_asked(self, rank: Rank, number: int, now: float) -> None:
+        """A rank received a signal: if it alone did, it was meant for the job."""
+        if number not in self._forwarded:
+            self._pass_on(number, now, sender=rank.slot)
+            self._heed(number, now)
 
     def _on_exclude(self, slot: int, reason: str) -> None:
         rank = self._roster.ranks.get(slot)
@@ -253,7 +285,9 @@ class Membership:
         if self._verdict is None:
             self._settle_start(now)
             num_expected = len(self._roster.ranks) + len(self._starting) + len(self._respawns)
-            error = self._generations.settle(self.policy, num_expected, now)
+            # A job that is asked to stop needs nobody who is away.
+            policy = self.policy if self._signal is None else replace(self.policy, min_replicas=1)
+            error = self._generations.settle(policy, num_expected, now)
             for slot in self.members:
                 self._outcome.forget(slot)  # it may have died before, but it is back
             if error is not None:

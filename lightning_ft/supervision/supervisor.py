@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(SUPERVISOR_MODULE)  # __name__ is "__main__" here
 
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _STORE_HOST = "127.0.0.1"
 
 

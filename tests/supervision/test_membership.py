@@ -805,6 +805,56 @@ def test_rank_that_outlives_the_grace_is_killed() -> None:
     assert job.finish == Finish(130, None)
 
 
+def test_termination_that_comes_twice_is_forwarded_once_and_keeps_its_grace() -> None:
+    job = Job(2, grace=30.0)
+    job.train()
+    job.membership.signalled(signal.SIGTERM, job.now)
+    job.wait(0.05)
+    job.membership.signalled(signal.SIGTERM, job.now)
+    job.settle()
+    assert job.signals == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+    job.wait(20.0)
+    job.membership.signalled(signal.SIGTERM, job.now)
+    job.wait(9.0)
+    assert job.doomed == []
+    job.wait(1.5)
+    assert job.doomed == [0, 1]
+
+
+def test_signal_to_one_rank_is_meant_for_the_job() -> None:
+    job = Job(3)
+    job.train()
+    job.say(1, "asked", signal=signal.SIGTERM)
+    job.say(2, "asked", signal=signal.SIGTERM)  # it received what was passed on
+    job.settle()
+    assert job.signals == [(0, signal.SIGTERM), (2, signal.SIGTERM)]
+    job.exit(0, 1, 2, code=143)
+    assert job.finish == Finish(143, None)
+    assert len(job.spawned) == 3
+
+
+def test_rank_that_dies_of_a_termination_takes_the_job_along() -> None:
+    job = Job(2)
+    job.train()
+    job.exit(1, code=-signal.SIGTERM)
+    assert job.signals == [(0, signal.SIGTERM)]
+    job.exit(0, code=143)
+    assert job.finish == Finish(143, None)
+    assert len(job.spawned) == 2
+
+
+def test_job_that_waits_for_ranks_and_is_asked_to_stop_does_not_wait_on() -> None:
+    job = Job(2, min_replicas=2)
+    job.train()
+    job.kill(1)
+    assert job.generations[-1]["hold"]
+    job.say(0, "ready", generation=job.generations[-1]["number"])
+    job.membership.signalled(signal.SIGTERM, job.now)
+    job.say(0, "at_top", generation=job.generations[-1]["number"])
+    assert job.generations[-1]["reason"] == "cancelled"
+    assert not job.generations[-1]["hold"]
+
+
 def test_job_that_ends_well_in_spite_of_a_termination_keeps_its_own_code() -> None:
     job = Job(2)
     job.train()

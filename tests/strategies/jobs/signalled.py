@@ -1,60 +1,160 @@
-"""A training in which one rank sends a signal to the supervisor, or to itself, at its fifth step."""
+"""A training that sends signals to itself: options as JSON in the first argument, results as files in the directory."""
 
+import json
 import os
 import signal
 import sys
+import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft import FTStrategy, SupervisionOptions
+from lightning_ft.testing import FaultPlan, fingerprint
 
 warnings.filterwarnings("ignore")
 
+SLOT = os.environ.get("LIGHTNING_FT_SLOT", "0")
+
+
+@dataclass
+class Options:
+    signal: str | None = None
+    to: str = "supervisor"  # or "rank", or "all": every rank too
+    point: str = "on_train_batch_start"
+    step: int = 5
+    times: int = 1
+    calls: tuple[str, ...] = ("fit",)
+    devices: int = 3
+    min_replicas: int = 1
+    grace: float = 40.0
+    num_samples: int = 480
+    max_epochs: int = -1
+    max_steps: int = -1
+    accumulate: int = 1
+    validation: bool = False
+    manual: bool = False
+    checkpoint: dict[str, Any] | None = None
+    version: int | None = None
+    handler: bool = False
+
 
 class Module(LightningModule):
-    def __init__(self):
+    def __init__(self, options: Options) -> None:
         super().__init__()
+        self.options = options
+        self.automatic_optimization = not options.manual
         self.layer = torch.nn.Linear(4, 1)
+        self.point = lambda name: None
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.layer(batch[0]).square().mean()
         self.log("loss", loss)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
         return loss
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch[0]).square().mean(), on_step=batch_idx == 1, on_epoch=True, sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.layer(batch[0]).square().mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
 class Sender(Callback):
-    def __init__(self, name, to):
-        self.signal, self.to = getattr(signal, name), to
+    """Sends the signal from the second rank, when it comes to the point in the step or later."""
 
-    def on_train_batch_start(self, trainer, *args):
-        if trainer.global_step == 5 and trainer.global_rank == 1:
-            os.kill({"supervisor": os.getppid(), "rank": os.getpid()}[self.to], self.signal)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.sent = options.signal is None
 
-    def on_exception(self, trainer, pl_module, exception):
-        Path(f"exception_{os.environ['LIGHTNING_FT_SLOT']}").write_text(f"{type(exception).__name__} {trainer.global_step}")
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        Path(f"pid_{SLOT}").write_text(str(os.getpid()))
+        hook = self.options.point
+        original = getattr(Callback, hook)
 
-    def teardown(self, trainer, pl_module, stage):
-        Path(f"teardown_{os.environ['LIGHTNING_FT_SLOT']}").touch()
+        def send_then_go_on(trainer: Trainer, *args: Any) -> None:
+            self.send(trainer)
+            original(self, trainer, *args)
+
+        setattr(self, hook, send_then_go_on)
+
+    def send(self, trainer: Trainer) -> None:
+        options = self.options
+        if self.sent or trainer.sanity_checking or trainer.global_step < options.step or trainer.global_rank != 1:
+            return
+        self.sent = True
+        pids = {"supervisor": [os.getppid()], "rank": [os.getpid()]}.get(options.to)
+        if pids is None:
+            pids = [os.getppid(), *(int(path.read_text()) for path in Path().glob("pid_*"))]
+        for _ in range(options.times):
+            for pid in pids:
+                os.kill(pid, getattr(signal, options.signal or ""))
+            time.sleep(0.02)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        Path(f"start_{SLOT}").write_text(str(trainer.global_step))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        Path(f"exception_{SLOT}").write_text(f"{type(exception).__name__} {trainer.global_step}")
 
 
-if __name__ == "__main__":
+def main(options: Options) -> None:
+    seed_everything(7, verbose=False)
+    if options.handler:
+
+        def handle(signum: int, frame: Any) -> None:
+            with open(f"handled_{SLOT}", "a") as file:
+                file.write(f"{signum}\n")
+
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGUSR1, handle)
+    checkpoint = [] if options.checkpoint is None else [ModelCheckpoint(**options.checkpoint)]
     trainer = Trainer(
         accelerator="cpu",
-        devices=3,
-        strategy=FTStrategy(supervision=SupervisionOptions(grace=20)),
-        max_steps=100_000,
-        logger=CSVLogger("."),
+        devices=options.devices,
+        strategy=FTStrategy(
+            min_replicas=options.min_replicas, supervision=SupervisionOptions(grace=options.grace), timeout=60
+        ),
+        max_epochs=options.max_epochs,
+        max_steps=options.max_steps,
+        accumulate_grad_batches=options.accumulate,
+        logger=CSVLogger(".", version=options.version),
         log_every_n_steps=1,
-        callbacks=[Sender(*sys.argv[1:3])],
+        callbacks=[FaultPlan.from_environ(), Sender(options), *checkpoint],
+        enable_checkpointing=options.checkpoint is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.randn(3000, 4)), batch_size=4))
+    model = Module(options)
+    data = DataLoader(TensorDataset(torch.randn(options.num_samples, 4)), batch_size=4, shuffle=True)
+    validation = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=4)
+    for call in options.calls:
+        if call == "fit":
+            trainer.fit(model, data, validation if options.validation else None, ckpt_path="last")
+            Path(f"result_{SLOT}.json").write_text(json.dumps(fingerprint(trainer)))
+        else:
+            getattr(trainer, call)(model, validation)
+    if options.handler:
+        assert signal.getsignal(signal.SIGTERM) is handle
+    Path(f"completed_{SLOT}").touch()
+
+
+if __name__ == "__main__":
+    main(Options(**json.loads(sys.argv[1])))
