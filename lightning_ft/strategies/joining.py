@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
 PEER_CHECKPOINT = "ft://peer"
@@ -41,6 +42,29 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
     }
+
+
+def checkpoint_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the peer's checkpoint, to be changed by hooks that load it, as some do."""
+    checkpoint = state["checkpoint"]
+    return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
+
+
+def begin_epoch(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Call the hooks that begin the epoch in which this rank joins, as the other ranks did; before it takes part.
+
+    Lightning leaves them out when it resumes within an epoch, but what they set up, the hooks that end the epoch use.
+    What these hooks and ``on_train_start`` did to the weights, to optimizers and to callbacks' state does not stay: the
+    peer did it long ago, and went on from there.
+    """
+    call._call_callback_hooks(trainer, "on_train_epoch_start")
+    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = checkpoint_of(state)
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_optimizers_and_schedulers()
+    connector._loaded_checkpoint = {}
 
 
 def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:

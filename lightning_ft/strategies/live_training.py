@@ -201,10 +201,11 @@ class LiveTraining:
         if self.buffers is not None:
             self.buffers.due = state["buffers_due"]
         self._received = state["training"]
-        return state["training"]["checkpoint"]  # type: ignore[no-any-return]
+        return joining.checkpoint_of(self._received)
 
     def _finish_joining(self, state: dict[str, Any]) -> None:
         self._received = None
+        joining.begin_epoch(self.trainer, state)
         self._engine.enter()
         joining.enter_loop(self.trainer, state)
         if self.loader is not None:
