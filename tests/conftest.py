@@ -68,6 +68,11 @@ class Training:
             assert versions in ([], ["version_0"])
 
     def assert_every_sample_once(self, num_samples: int, max_epochs: int) -> None:
+        for epoch, counts in enumerate(self.trained_samples(max_epochs)):
+            assert counts == Counter(range(num_samples)), f"epoch {epoch} did not train every sample once"
+
+    def trained_samples(self, max_epochs: int) -> list[Counter[int]]:
+        """How often each epoch trained each sample, in committed steps."""
         samples: dict[tuple[int, int], list[int]] = {}
         for path in self.directory.glob("samples_*.jsonl"):
             for line in path.read_text().splitlines():
@@ -80,8 +85,7 @@ class Training:
             for tickets in event["tickets"].values():
                 for ticket in tickets:
                     trained[event["epoch"]].update(samples[event["epoch"], ticket])
-        for epoch, counts in trained.items():
-            assert counts == Counter(range(num_samples)), f"epoch {epoch} did not train every sample once"
+        return list(trained.values())
 
 
 def _results(directory: Path) -> dict[int, dict[str, Any]]:
@@ -105,6 +109,25 @@ def train(tmp_path: Path) -> Callable[..., Training]:
             directory=directory,
             timeout=timeout,
         )
+        return Training(job, _results(directory))
+
+    return run
+
+
+@pytest.fixture
+def train_on_streams(tmp_path: Path) -> Callable[..., Training]:
+    """Run ``jobs/streams.py``, under FTStrategy or another strategy, in a directory of its own."""
+
+    def run(plan: FaultPlan | None = None, *, name: str = "", timeout: float = 120.0, **options: Any) -> Training:
+        options = {"strategy": "FTStrategy", "devices": 3, **options}
+        directory = tmp_path / (name or options["strategy"])
+        directory.mkdir()
+        where: dict[str, Any] = {"directory": directory, "timeout": timeout}
+        script, arguments = JOBS / "streams.py", [json.dumps(options)]
+        if options["strategy"] == "ddp":
+            job = run_without_supervisor(script, arguments, num_ranks=options["devices"], **where)
+        else:
+            job = run_job(script, arguments, num_slots=options["devices"], faults=plan, **where)
         return Training(job, _results(directory))
 
     return run

@@ -64,6 +64,8 @@ class ElasticLoader:
         self.plan = TicketPlan(min(num_tickets, allowed * num_slots), num_slots)
         self.live: tuple[int, ...] = tuple(range(num_slots))
         self.ticket: int | None = None
+        self.has_own_batch = True
+        """Whether the batch taken last is this rank's own; else it only keeps the others company with it."""
         self.deferred = False
         """True in a rank that is not a member yet: its order and position come with the state that it receives."""
         self.on_take: Callable[[], None] = lambda: None
@@ -92,18 +94,10 @@ class ElasticLoader:
             self._batches = None
             raise StopIteration
         self.ticket = tickets.get(self._slot)
+        batch = None if self.ticket is None else self._fetch(self.ticket)
+        self.has_own_batch = batch is not None
         self.on_take()
-        if self.ticket is None:
-            return self._ghost_batch()
-        if self._batches is None or self._round != self.plan.round:
-            # An extra start of workers must not shift the random numbers that training draws.
-            with torch.random.fork_rng(devices=[]):
-                self._open_round([self.ticket])
-        assert self._batches is not None
-        try:
-            return next(self._batches)
-        except StopIteration:  # would end the epoch as if nothing were wrong
-            raise RuntimeError(f"The loader of slot {self._slot} ended before ticket {self.ticket}.") from None
+        return batch if self.has_own_batch else self._ghost_batch()
 
     @property
     def remaining_steps(self) -> int:
@@ -144,6 +138,17 @@ class ElasticLoader:
         self._resumed, self.deferred, self.live = False, False, live
 
     # Order and batches.
+
+    def _fetch(self, ticket: int) -> Any:
+        if self._batches is None or self._round != self.plan.round:
+            # An extra start of workers must not shift the random numbers that training draws.
+            with torch.random.fork_rng(devices=[]):
+                self._open_round([ticket])
+        assert self._batches is not None
+        try:
+            return next(self._batches)
+        except StopIteration:  # would end the epoch as if nothing were wrong
+            raise RuntimeError(f"The loader of slot {self._slot} ended before ticket {ticket}.") from None
 
     @property
     def _is_function_of_epoch(self) -> bool:
@@ -236,7 +241,11 @@ class ElasticLoader:
         fetcher = _MapDatasetFetcher(
             self.dataset, self.batch_size is not None or self._batched_by_user, self._source.collate_fn, drop_last=False
         )
-        return fetcher.fetch(self._indices(self._slot % self.plan.num_tickets))
+        tickets = range(self.plan.num_tickets)
+        first = self._slot % len(tickets)
+        # Nearly always the first one is it. If all are None, Lightning skips this step, on every rank alike.
+        batches = (fetcher.fetch(self._indices(ticket)) for ticket in chain(tickets[first:], tickets[:first]))
+        return next((batch for batch in batches if batch is not None), None)
 
     @property
     def worker_init_fn(self) -> Any:

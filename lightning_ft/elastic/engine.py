@@ -1,6 +1,7 @@
 """What strategies need from an elastic engine, and the engine of a process that is alone."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -114,6 +115,9 @@ class Engine(Protocol):
     def admit_joiners(self, provide_state: Callable[[Sequence[int]], Any]) -> list[int]:
         """Collective. At a step boundary: let those in that wait, give them the state, return their slots."""
 
+    def numbered_by_slot(self) -> AbstractContextManager[None]:
+        """While this is entered, rank and members are what they are if everybody lives."""
+
     def exclude(self, slot: int, reason: str) -> None:
         """Have a live slot removed."""
 
@@ -184,6 +188,9 @@ class SoloEngine:
 
     def admit_joiners(self, provide_state: Callable[[Sequence[int]], Any]) -> list[int]:
         return []
+
+    def numbered_by_slot(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def exclude(self, slot: int, reason: str) -> None:
         raise ValueError(f"`exclude({slot})` would leave nobody: this job has one process.")

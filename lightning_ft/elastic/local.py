@@ -10,7 +10,8 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -78,6 +79,7 @@ class LocalEngine:
         self._generation = -1
         self._members: tuple[int, ...] = ()
         self._hold = False
+        self._by_slot = False
         self._calls = 0
         self._opened: PendingExchange | None = None  # an operation whose headers travel while this rank computes
         self._sequence = 0
@@ -97,12 +99,14 @@ class LocalEngine:
 
     @property
     def rank(self) -> int:
+        if self._by_slot:
+            return self.slot
         # Not 0 before admission: whoever believes that it is rank 0 writes logs and checkpoints.
         return self._members.index(self.slot) if self.slot in self._members else self.num_slots - 1
 
     @property
     def members(self) -> tuple[int, ...]:
-        return self._members
+        return tuple(range(self.num_slots)) if self._by_slot else self._members
 
     @property
     def call(self) -> int:
@@ -272,6 +276,18 @@ class LocalEngine:
         joined = outcome.joined or []
         self._complete({"joined": joined})
         return joined
+
+    @contextmanager
+    def numbered_by_slot(self) -> Iterator[None]:
+        """While this is entered, rank and members are what they are if everybody lives.
+
+        For what a rank computes from them and must compute again alike in its next incarnation: its part of a stream.
+        """
+        self._by_slot = True
+        try:
+            yield
+        finally:
+            self._by_slot = False
 
     def exclude(self, slot: int, reason: str) -> None:
         """Have a live slot removed."""

@@ -21,7 +21,8 @@ class EpochAudit:
     """The batches of one epoch.
 
     Args:
-        num_tickets: Batches that the epoch has; None if no rank said so.
+        num_tickets: Batches that the epoch has; None if that is not known.
+        announced: Whether a rank said how many there are, or that streams do not tell.
         num_trained: Batches in committed steps, repetitions included.
         twice: Tickets in more than one committed step.
         never: Tickets in no committed step, though the epoch has them. Those of the last epoch may only mean that
@@ -31,6 +32,7 @@ class EpochAudit:
     """
 
     num_tickets: int | None
+    announced: bool
     num_trained: int
     twice: tuple[int, ...]
     never: tuple[int, ...]
@@ -152,7 +154,7 @@ class Audit:
                 ("without having it", epoch.unknown),
             )
             found += [f"Epoch {number} trained {_tell(tickets)} {how}." for how, tickets in lists if tickets]
-            if epoch.num_tickets is None:
+            if not epoch.announced:
                 found.append(f"Nobody said how many batches epoch {number} has.")
         if self.steps_lost:
             found.append(f"No rank committed steps {_tell(self.steps_lost)}.")
@@ -228,14 +230,18 @@ def _audit_epochs(steps: Iterable[Event], announcements: Iterable[Event]) -> dic
     for step in steps:
         if "epoch" in step:
             trained.setdefault(step["epoch"], Counter()).update(chain.from_iterable(step["tickets"].values()))
-    sizes: dict[int, int] = {event["epoch"]: event["num_tickets"] for event in announcements}
-    return {number: _epoch(trained.get(number, Counter()), sizes.get(number)) for number in sorted({*trained, *sizes})}
+    sizes: dict[int, int | None] = {event["epoch"]: event["num_tickets"] for event in announcements}
+    return {
+        number: _epoch(trained.get(number, Counter()), sizes.get(number), number in sizes)
+        for number in sorted({*trained, *sizes})
+    }
 
 
-def _epoch(trained: Counter[int], num_tickets: int | None) -> EpochAudit:
+def _epoch(trained: Counter[int], num_tickets: int | None, announced: bool) -> EpochAudit:
     expected = set(range(num_tickets or 0))
     return EpochAudit(
         num_tickets=num_tickets,
+        announced=announced,
         num_trained=trained.total(),
         twice=tuple(sorted(ticket for ticket, count in trained.items() if count > 1)),
         never=tuple(sorted(expected - trained.keys())),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH, ReduceOp
@@ -22,10 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
-from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.gathering import gather_with_gradients
@@ -40,8 +37,9 @@ from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
 from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
-from lightning_ft.strategies.reduction import GradientReducer
+from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.startup import StartupRecord
+from lightning_ft.strategies.training_data import TrainingData
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _REDUCE_OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
@@ -106,6 +104,7 @@ class FTStrategy(ParallelStrategy):
         self._reducer: GradientReducer | None = None
         self._synchronize_gradients = True
         self._micro_batches: list[bool] = []
+        self._reduced: Reduced | None = None
 
     # Ranks.
 
@@ -227,6 +226,7 @@ class FTStrategy(ParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
+        self._live.data = TrainingData(trainer, self.engine, self._startup, self.broadcast)
         if not self.engine.alone:
             self._live.agree_on_slots()
         self._live.preemption.listen()
@@ -278,23 +278,7 @@ class FTStrategy(ParallelStrategy):
         if not trainer.training:
             self._live.shards.add(dataloader)
             return dataloader
-        source = _check_train_loader(dataloader)
-        loader = ElasticLoader(
-            source,
-            self.engine.slot,
-            self.engine.num_slots,
-            current_epoch=lambda: trainer.fit_loop.epoch_progress.current.processed,  # type: ignore[attr-defined]
-            agree=self._agree_on_order,
-            limit=1.0 if trainer.limit_train_batches is None else trainer.limit_train_batches,
-        )
-        _auto_add_worker_init_fn(loader, self.engine.slot)
-        self._live.follow_loader(loader)
-        return loader
-
-    def _agree_on_order(self, draw: Callable[[], Tensor]) -> Tensor:
-        mine = draw() if self.engine.alone or self.engine.rank == 0 else None
-        order: Tensor = self.broadcast(mine)
-        return order
+        return self._live.follow_loader(dataloader)
 
     @override
     def on_train_start(self) -> None:
@@ -368,10 +352,13 @@ class FTStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         self._synchronize_gradients = False
+        num_micro_batches = len(self._micro_batches)
         try:
             yield
         finally:
             self._synchronize_gradients = True
+            if len(self._micro_batches) == num_micro_batches and self._is_automatic:
+                self._micro_batches.append(False)  # `training_step` returned None
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -384,12 +371,11 @@ class FTStrategy(ParallelStrategy):
         assert live is not None
         self._micro_batches.append(live.has_own_batch)
         if self._synchronize_gradients:
-            reducer.arm(sum(self._micro_batches), len(self._micro_batches), stop=live.preemption.asked)
+            self._arm()
         loss = closure_loss if live.has_own_batch else closure_loss * 0.0
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._synchronize_gradients:
-            live.after_reduction(reducer.finish())
-            self._micro_batches.clear()
+            self._finish_reduction()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -402,12 +388,56 @@ class FTStrategy(ParallelStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        output = super().optimizer_step(
+            optimizer, self._reducing(closure) if self._is_automatic else closure, model, **kwargs
+        )
         assert self._live is not None
         step = self._live.trainer.global_step + 1
         self.events.emit("step", step=step, **self._live.committed)
         self.engine.report_progress(step)
         return output
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether every optimizer step follows from one reduction."""
+        module = self.lightning_module
+        return module is not None and module.automatic_optimization and not module.trainer.fit_loop._skip_backward
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Make ``closure`` take part in the reduction even if ``training_step`` returns None.
+
+        If it does so on all ranks there is no gradient anywhere, as on a single device; else this one applies the others'.
+        """
+
+        def reducing() -> Any:
+            self._reduced = None
+            loss = closure()
+            reduced = self._reduced
+            if reduced is None:
+                self._micro_batches.append(False)
+                self._arm()
+                reduced = self._finish_reduction()
+            if not reduced.contributors:
+                return None
+            return torch.zeros((), device=self.root_device) if loss is None else loss
+
+        return reducing
+
+    def _arm(self) -> None:
+        assert self._reducer is not None
+        assert self._live is not None
+        self._reducer.arm(sum(self._micro_batches), len(self._micro_batches), stop=self._live.preemption.asked)
+
+    def _finish_reduction(self) -> Reduced:
+        assert self._reducer is not None
+        assert self._live is not None
+        self._reduced = reduced = self._reducer.finish()
+        if not reduced.contributors and self._is_automatic:  # also not those of batches that do not count
+            for parameter in self._reducer.parameters:
+                parameter.grad = None
+        self._live.after_reduction(reduced)
+        self._micro_batches.clear()
+        return reduced
 
     # Collectives.
 
@@ -475,17 +505,6 @@ class FTStrategy(ParallelStrategy):
         for name in (cls.strategy_name, f"{cls.__module__}.{cls.__qualname__}".lower(), "lightning_ft.ftstrategy"):
             if name not in strategy_registry:
                 strategy_registry.register(name, cls, description="Data parallel, outlives the death of ranks.")
-
-
-def _check_train_loader(dataloader: object) -> DataLoader[Any]:
-    if isinstance(dataloader, DataLoader) and isinstance(dataloader.sampler, DistributedSampler):
-        return dataloader
-    kind = type(getattr(dataloader, "dataset", dataloader)).__name__
-    raise MisconfigurationException(
-        f"`FTStrategy` deals out the samples of a `DataLoader` over a map-style dataset, but got {kind}. For training,"
-        " iterable datasets, other loaders and `Trainer(use_distributed_sampler=False)` without a `DistributedSampler`"
-        " of your own are not supported."
-    )
 
 
 # `Trainer` accepts a `torch.compile`d module only under strategies that it knows.

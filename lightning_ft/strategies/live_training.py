@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ft.data.loader import ElasticLoader
+from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine
 from lightning_ft.events.log import EventLog
@@ -20,7 +21,9 @@ from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.ghost import ghost_step
 from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
+from lightning_ft.strategies.skipped_steps import allow_skipped_steps
 from lightning_ft.strategies.startup import StartupRecord
+from lightning_ft.strategies.training_data import TrainingData, TrainLoader
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +51,8 @@ class LiveTraining:
         startup: StartupRecord,
     ) -> None:
         self.shards = EvaluationShards()
-        self.loader: ElasticLoader | None = None
+        self.data: TrainingData | None = None
+        self.loader: TrainLoader | None = None
         self.reducer: GradientReducer | None = None
         self.buffers: BufferSync | None = None
         self.committed: dict[str, Any] = {}
@@ -98,6 +102,7 @@ class LiveTraining:
 
         epoch_loop.advance = advance_elastically  # type: ignore[method-assign]
         epoch_loop.on_advance_end = end_advance  # type: ignore[method-assign]
+        allow_skipped_steps(self.trainer)
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     # Batches.
@@ -105,15 +110,18 @@ class LiveTraining:
     @property
     def has_own_batch(self) -> bool:
         """Whether the batch under way counts; otherwise this rank only keeps the others company."""
-        return self.loader is None or self.loader.ticket is not None
+        return self.loader is None or self.loader.has_own_batch
 
-    def follow_loader(self, loader: ElasticLoader) -> None:
-        """Train from ``loader``."""
+    def follow_loader(self, dataloader: object) -> TrainLoader:
+        """Collective. Train from ``dataloader``; return what Lightning iterates in its place."""
+        assert self.data is not None
+        loader = self.data.make_loader(dataloader)
         loader.deferred = self._engine.alone
-        if not self._engine.alone:
+        if isinstance(loader, ElasticLoader) and not self._engine.alone:
             loader.live = self._slots
         loader.on_take = self._on_take
         self.loader = loader
+        return loader
 
     def after_reduction(self, reduced: Reduced) -> None:
         """Take in what all ranks learned from the reduction of the step under way."""
@@ -124,6 +132,8 @@ class LiveTraining:
         self._divide_among(reduced.members)
         if self.loader is not None:
             done = self.loader.commit(reduced.members)
+            if isinstance(self.loader, StreamLoader) and self._pause_agreed:
+                self.loader.expect_more()
             set_length(self.trainer, self.loader)
             members = list(reduced.members)
             self.committed = {"epoch": self.loader.plan.epoch, "tickets": done, "members": members}
@@ -134,7 +144,7 @@ class LiveTraining:
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
             self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets)
         set_length_while_fetching(trainer, self.loader)
-        if self.loader.ticket is None:
+        if not self.loader.has_own_batch:
             self._batch.enter_context(ghost_step(trainer, self._pl_module, self._collectives))
 
     def _before_batch(self) -> None:
@@ -148,12 +158,28 @@ class LiveTraining:
                 self._logger_versions = self._collectives.broadcast_object(leadership.logger_versions(self.trainer))
                 leadership.adopt_versions(self.trainer, self._logger_versions)
         if has_joined or self._pause_agreed:
-            if self._pause_agreed:
-                self._admit()
-            if self.preemption.ask_all("after a pause"):  # which may have been long
-                raise stopped()
+            self._pause()
+        if isinstance(self.loader, StreamLoader):
+            self._begin_batch(self.loader)
         replicas = f"{len(self._engine.members)}/{self._engine.num_slots}"
         self.trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
+
+    def _begin_batch(self, loader: StreamLoader) -> None:
+        """Collective. Learn who has a batch, and let those in who wait: they may have some when nobody else has."""
+        assert self.data is not None
+        loader.begin_batch()
+        while self.data.pause_agreed and loader.is_at_step_boundary:
+            self._pause_agreed = True
+            self._pause()
+            loader.begin_batch()
+        set_length(self.trainer, loader)
+
+    def _pause(self) -> None:
+        """Collective. Let joiners in, if that was agreed."""
+        if self._pause_agreed:
+            self._admit()
+        if self.preemption.ask_all("after a pause"):  # which may have been long
+            raise stopped()
 
     # Joining.
 
@@ -163,7 +189,7 @@ class LiveTraining:
         while True:
             joined = self._engine.admit_joiners(self._hand_out)
             self._divide_among((*self._slots, *joined))
-            if self.loader is not None and joined:
+            if isinstance(self.loader, ElasticLoader) and joined:
                 self.loader.admit(joined)
                 set_length(self.trainer, self.loader)
             self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))

@@ -5,7 +5,7 @@ and reduced again among the survivors: its gradient is left out of the average a
 """
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ class Reduced:
         join: Somebody waits to be admitted at the next step boundary.
         hold: Too few replicas are left to go on after this step.
         stop: A rank was asked to end after this step.
+        contributors: How many ranks had a gradient that counts.
         unused: Parameters of which a rank whose gradients count has none.
 
     """
@@ -40,6 +41,7 @@ class Reduced:
     join: bool
     hold: bool
     stop: bool
+    contributors: int
     unused: frozenset[Parameter] = frozenset()
 
 
@@ -107,6 +109,11 @@ class GradientReducer:
         self._changed_late = False
         self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
 
+    @property
+    def parameters(self) -> Sequence[Parameter]:
+        """Those that are reduced."""
+        return self._parameters
+
     def close(self) -> None:
         """Take the hooks off the parameters. May be called twice."""
         for handle in self._handles:
@@ -155,7 +162,9 @@ class GradientReducer:
             self._write_back()
             unused = self._unused(result["contributors"])
         self._used.clear()
-        return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"], unused)
+        return Reduced(
+            tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused
+        )
 
     def _on_gradient(self, parameter: Parameter) -> None:
         self._used.add(parameter)

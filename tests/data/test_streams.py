@@ -1,0 +1,196 @@
+"""The stream loaders of all slots of a job, in one thread each."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ft.data.random_state import random_state, under_random_state
+from lightning_ft.data.streams import StreamLoader
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Endless:
+    """Yields the numbers of its slot, and counts how many were asked for."""
+
+    def __init__(self, numbers: Iterable[Any]) -> None:
+        self.numbers = numbers
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers:
+            self.num_read += 1
+            yield number
+
+
+class Job:
+    """A loader for every slot, and the exchange between their threads."""
+
+    def __init__(self, sources: list[Any], *, sized: bool = False, limit: int | float = 1.0) -> None:
+        self.epoch = 0
+        self._barrier = Barrier(len(sources), timeout=20)
+        self._rows: dict[int, bytes] = {}
+        lengths = [len(source) for source in sources] if sized else None
+        self.loaders = [
+            StreamLoader(source, slot, len(sources), lambda: self.epoch, self._exchange_as(slot), lengths, limit)
+            for slot, source in enumerate(sources)
+        ]
+
+    def _exchange_as(self, slot: int) -> Callable[[bytes], dict[int, bytes]]:
+        def exchange(mine: bytes) -> dict[int, bytes]:
+            self._barrier.wait()
+            self._rows[slot] = mine
+            self._barrier.wait()
+            return dict(self._rows)
+
+        return exchange
+
+    def train(self, num_steps: int = 1000) -> list[list[tuple[Any, bool, bool]]]:
+        """Return of every slot its batches, whether they count and whether one was said to be the last."""
+        live = tuple(range(len(self.loaders)))
+
+        def run(loader: StreamLoader) -> list[tuple[Any, bool, bool]]:
+            seen: list[tuple[Any, bool, bool]] = []
+            while len(seen) < num_steps and (not seen or not seen[-1][2]):
+                loader.begin_batch()
+                batch = next(loader, None)
+                if batch is None:
+                    break
+                loader.commit(live)
+                seen.append((batch, loader.has_own_batch, loader.remaining_steps == 0))
+            return seen
+
+        with ThreadPoolExecutor(len(self.loaders)) as pool:
+            return list(pool.map(run, self.loaders))
+
+    def train_epoch(self, epoch: int = 0, num_steps: int = 1000) -> list[list[tuple[Any, bool, bool]]]:
+        self.epoch = epoch
+        for loader in self.loaders:
+            iter(loader)
+        return self.train(num_steps)
+
+
+def own(seen: list[tuple[Any, bool, bool]]) -> list[Any]:
+    return [batch for batch, counts, _ in seen if counts]
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_the_epoch_goes_on_until_all_streams_are_used_up(sized: bool) -> None:
+    job = Job([[1, 2, 3], [11], [21, 22, 23, 24]], sized=sized)
+    for epoch in range(2):
+        seen = job.train_epoch(epoch)
+        assert [own(ours) for ours in seen] == [[1, 2, 3], [11], [21, 22, 23, 24]]
+        assert [[last for _, _, last in ours] for ours in seen] == [[False, False, False, True]] * 3
+
+
+def test_a_rank_without_a_batch_repeats_its_last_one_as_it_was() -> None:
+    job = Job([[[1]], [[11], [12], [13]]])
+    iter(job.loaders[0]), iter(job.loaders[1])
+    for batch, _, _ in job.train(1)[0]:
+        batch.append("changed by the user's code")
+    assert [batch for batch, _, _ in job.train()[0]] == [[1], [1]]
+
+
+@pytest.mark.parametrize(("sized", "limit", "expected"), [(True, 0.5, [2, 1]), (True, 3, [3, 2]), (False, 3, [3, 2])])
+def test_the_limit_counts_batches_of_a_rank(sized: bool, limit: int | float, expected: list[int]) -> None:
+    sources = [[1, 2, 3, 4], [11, 12]] if sized else [Endless([1, 2, 3, 4]), Endless([11, 12])]
+    job = Job(sources, sized=sized, limit=limit)
+    assert [len(own(ours)) for ours in job.train_epoch()] == expected
+    assert sized or sources[0].num_read == 3  # type: ignore[union-attr]
+    assert job.loaders[0].expected_steps == (2 if limit == 0.5 else 3)
+
+
+def test_a_stream_with_a_length_is_not_read_ahead() -> None:
+    class Sized(Endless):
+        def __len__(self) -> int:
+            return 3
+
+    source = Sized([1, 2, 3])
+    job = Job([source, [11, 12, 13]], sized=True)
+    job.train_epoch(num_steps=2)
+    assert source.num_read == 2
+
+
+def test_streams_that_end_before_their_length_says_end_the_epoch_with_a_step_that_does_not_count() -> None:
+    class Liar(Endless):
+        def __len__(self) -> int:
+            return 5
+
+    seen = Job([Liar([1, 2]), Liar([11])], sized=True).train_epoch()
+    assert [own(ours) for ours in seen] == [[1, 2], [11]]
+    assert [[last for _, _, last in ours] for ours in seen] == [[False, False, True]] * 2
+
+
+def test_batches_that_are_none_count_as_trained_and_others_stand_in() -> None:
+    job = Job([[None, 2, None, 4], [11, None, 13]])
+    seen = job.train_epoch()
+    assert [[batch for batch, _, _ in ours] for ours in seen] == [[2, 2, 2, 4], [11, 11, 13, 13]]
+    assert [own(ours) for ours in seen] == [[2, 4], [11, 13]]
+    assert job.loaders[0].plan.position(0) == 4
+
+
+def test_no_data_anywhere_is_an_empty_epoch_and_on_some_ranks_an_error_on_all() -> None:
+    assert Job([Endless([]), Endless([])]).train_epoch() == [[], []]
+    with pytest.raises(ValueError, match="The training data of slot 1 yielded no batch in epoch 0"):
+        Job([Endless([1, 2]), Endless([])]).train_epoch()
+
+
+def test_nothing_is_taken_before_a_batch_boundary() -> None:
+    loader = Job([[1, 2]]).loaders[0]
+    iter(loader)
+    assert next(loader, "nothing") == "nothing"
+    loader.begin_batch()
+    assert next(loader) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_loader_continues_a_shuffled_stream_where_one_was(workers: int) -> None:
+    def make_job() -> Job:
+        return Job([DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers) for _ in range(2)])
+
+    torch.manual_seed(5)
+    job = make_job()
+    first = [own(ours) for ours in job.train_epoch(num_steps=3)]
+    states = [loader.state_dict() for loader in job.loaders]
+    torch.manual_seed(6)
+    other = make_job()
+    for loader, state in zip(other.loaders, states, strict=True):
+        loader.load_state_dict(state)
+    before = random_state()
+    rest = [own(ours) for ours in other.train_epoch()]
+    assert str(random_state()) == str(before)
+    for ours, theirs in zip(first, rest, strict=True):
+        assert sorted(torch.cat([*ours, *theirs]).tolist()) == list(range(20))
+
+
+def test_attributes_of_the_source_are_readable() -> None:
+    loader = Job([DataLoader(Numbers(), batch_size=4)]).loaders[0]
+    assert loader.batch_size == 4
+    assert len(loader.dataset) == 20
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        loader.nothing_of_this_name  # noqa: B018
+    with pytest.raises(TypeError, match="`DataLoader` has no length on every rank"):
+        len(loader)
+
+
+def test_random_numbers_are_drawn_from_a_state_and_training_goes_on_as_before() -> None:
+    state = random_state()
+    drawn = torch.rand(1).item(), random.random()
+    with under_random_state(state):
+        assert (torch.rand(1).item(), random.random()) == drawn
+    following = torch.rand(1).item()
+    with under_random_state(state):
+        torch.rand(2)
+        assert torch.rand(1).item() != following

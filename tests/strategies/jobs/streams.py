@@ -1,0 +1,177 @@
+"""A training on streams: options as JSON in the first argument, results as JSON files in the directory."""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from lightning_ft import FTStrategy
+from lightning_ft.testing import FaultPlan, fingerprint
+
+warnings.filterwarnings("ignore")
+
+
+@dataclass
+class Options:
+    strategy: str = "FTStrategy"
+    devices: int = 3
+    ft: dict[str, Any] = field(default_factory=dict)
+    source: str = "iterable"
+    counts: tuple[int, ...] = (24, 24, 24)
+    """Samples of each rank's stream."""
+    batch_size: int = 4
+    workers: int = 0
+    max_epochs: int = 2
+    trainer: dict[str, Any] = field(default_factory=dict)
+    skip: dict[str, list[int]] = field(default_factory=dict)
+    """Batches, by rank, in which `training_step` returns None."""
+    none: dict[str, list[int]] = field(default_factory=dict)
+    """Batches, by rank, that are None."""
+    buffers: bool = False
+    dropout: float = 0.0
+
+
+class Stream(IterableDataset[Tensor]):
+    """Numbers that tell the rank and the position, the same each time."""
+
+    def __init__(self, counts: tuple[int, ...], *, sized: bool = False) -> None:
+        self.counts = counts
+        if sized:
+            self.__class__ = SizedStream
+
+    def __iter__(self) -> Iterator[Tensor]:
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        assert size <= len(self.counts)
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for index in range(first, self.counts[rank], step):
+            yield torch.tensor(1000 * rank + index)
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.counts[torch.distributed.get_rank()]
+
+
+class Collate:
+    def __init__(self, none: dict[str, list[int]], batch_size: int) -> None:
+        self.none, self.batch_size = none, batch_size
+
+    def __call__(self, samples: list[Tensor]) -> Tensor | None:
+        batch = torch.stack(samples)
+        rank, index = divmod(int(batch[0]), 1000)
+        return None if index // self.batch_size in self.none.get(str(rank), []) else batch
+
+
+def make_loader(options: Options) -> Any:
+    dataset = Stream(options.counts, sized=options.source == "sized")
+    loader = DataLoader(
+        dataset,
+        batch_size=options.batch_size,
+        num_workers=options.workers,
+        collate_fn=Collate(options.none, options.batch_size),
+    )
+    return Batches(loader) if options.source == "custom" else loader
+
+
+class Batches:
+    """Neither a loader nor a dataset: anything that can be iterated."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class Model(LightningModule):
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(8) if options.buffers else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(2, 8), norm, nn.Dropout(options.dropout), nn.Linear(8, 1))
+        self.options = options
+        self.trained: list[list[Any]] = []
+        self.validations: list[int] = []
+
+    def train_dataloader(self) -> Any:
+        return make_loader(self.options)
+
+    def val_dataloader(self) -> Any:
+        counts = tuple(count + 4 for count in self.options.counts)  # uneven too, but never empty
+        return DataLoader(Stream(counts), batch_size=self.options.batch_size)
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        inputs = torch.stack([batch % 1000, batch // 1000], dim=1) / 100
+        return (self.net(inputs) - 1).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        loss = self._loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        rank, index = divmod(int(batch[0]), 1000)
+        if getattr(self.trainer.strategy, "has_own_batch", True):
+            self._record(batch.tolist())
+        return None if index // self.options.batch_size in self.options.skip.get(str(rank), []) else loss
+
+    def _record(self, samples: list[int]) -> None:
+        """Write down which samples a ticket consists of, before it is trained."""
+        self.trained.append([self.current_epoch, samples])
+        ticket = getattr(self.trainer.train_dataloader, "ticket", None)
+        with open(f"samples_{os.getpid()}.jsonl", "a") as file:
+            file.write(json.dumps({"epoch": self.current_epoch, "ticket": ticket, "samples": samples}) + "\n")
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch), sync_dist=True)
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validations.append(self.trainer.global_step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+def main() -> None:
+    options = Options(**json.loads(sys.argv[1]))
+    seed_everything(7, verbose=False)
+    callbacks: list[Callback] = [FaultPlan.from_environ()]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=options.devices,
+        strategy=FTStrategy(**options.ft) if options.strategy == "FTStrategy" else options.strategy,
+        max_epochs=options.max_epochs,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"enable_checkpointing": False, **options.trainer},
+    )
+    model = Model(options)
+    trainer.fit(model)
+    result = {
+        "fingerprint": fingerprint(trainer),
+        "global_step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "trained": model.trained,
+        "validations": model.validations,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+    }
+    slot = os.environ.get("LIGHTNING_FT_SLOT", trainer.global_rank)
+    Path(f"result_{slot}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

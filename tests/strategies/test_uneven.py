@@ -1,0 +1,110 @@
+"""Ranks whose data is a stream of their own, long or short, with batches missing or gradients left out."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightning_ft.testing import (
+    Fault,
+    FaultPlan,
+    assert_every_ticket_once,
+    assert_recovered,
+    assert_steps_contiguous,
+    assert_used_up,
+    assert_weights_equal,
+)
+
+MIXED = {"accumulate_grad_batches": 2, "limit_train_batches": 5}
+
+
+def all_samples(*counts: int) -> Counter[int]:
+    return Counter(1000 * rank + index for rank, count in enumerate(counts) for index in range(count))
+
+
+def check(training: Any, plan: FaultPlan | None = None) -> None:
+    training.job.check()
+    assert_steps_contiguous(training.events)
+    assert_every_ticket_once(training.events)
+    assert_weights_equal(*(result["fingerprint"] for result in training.results.values()))
+    if plan is not None:
+        assert_used_up(plan, training.events)
+        assert_recovered(training.events)
+
+
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("iterable", {"dropout": 0.3, "workers": 1}),
+        ("sized", {"dropout": 0.3}),
+        ("custom", {"trainer": MIXED, "buffers": True}),
+    ],
+)
+def test_even_streams_train_as_under_ddp(source: str, options: dict[str, Any], train_on_streams: Callable[..., Any]) -> None:
+    ours, theirs = (
+        train_on_streams(strategy=strategy, devices=2, counts=[24, 24], source=source, **options)
+        for strategy in ("FTStrategy", "ddp")
+    )
+    check(ours)
+    assert ours.results == theirs.results
+
+
+def test_uneven_streams_are_each_trained_once_whoever_dies(train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=2, point="forward", step=2),
+            Fault(kind="kill", slot=0, point="train_batch_end", step=5),
+            Fault(kind="kill", slot=1, point="backward_early", step=10),
+            Fault(kind="kill", slot=2, point="validation_batch", step=9, incarnation=1),
+        ]
+    )
+    training = train_on_streams(plan, counts=[24, 10, 31], ft={"min_replicas": 3}, dropout=0.3, buffers=True)
+    check(training, plan)
+    assert training.trained_samples(2) == [all_samples(24, 10, 31)] * 2
+
+
+def test_uneven_streams_in_workers_and_windows_of_accumulation(train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=2, point="train_batch_end", step=2, occurrence=1)])
+    options = {"counts": [12, 7, 29], "workers": 2, "batch_size": 2, "trainer": {"accumulate_grad_batches": 3}}
+    training = train_on_streams(plan, ft={"min_replicas": 3}, **options)
+    check(training, plan)
+    assert training.trained_samples(2) == [all_samples(12, 7, 29)] * 2
+
+
+def test_a_stream_whose_slot_stays_away_ends_there_and_so_does_the_epoch(train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=2, point="train_batch_end", step=4)])
+    training = train_on_streams(plan, counts=[10, 10, 31], ft={"max_restarts": 0})
+    check(training, plan)
+    first, second = training.trained_samples(2)
+    assert second == all_samples(10, 10)
+    assert all_samples(10, 10, 16) - first == Counter()
+    # The others had nothing left when it died. A step that does not count ends the epoch as any: validation, schedulers.
+    for result in training.results.values():
+        assert result["epoch"] == 2
+        assert result["validations"] == [5, 8]
+        assert result["rate"] == 0.0025
+
+
+def test_steps_and_batches_that_are_none_are_left_out_of_the_average(train_on_streams: Callable[..., Any]) -> None:
+    skip = {"0": [1, 2, 4], "1": [2]}
+    none = {"0": [0, 3], "1": [3, 5]}
+    training = train_on_streams(devices=2, counts=[24, 21], skip=skip, none=none, trainer={"precision": "bf16-mixed"})
+    check(training)
+    assert {result["global_step"] for result in training.results.values()} == {12}
+
+
+def test_none_everywhere_leaves_the_weights_alone(train_on_streams: Callable[..., Any]) -> None:
+    trained, skipped = (
+        train_on_streams(name=name, devices=2, counts=[counts, counts], max_epochs=1, skip={"0": skip, "1": skip})
+        for name, counts, skip in (("short", 8, []), ("long", 20, [2, 3, 4]))
+    )
+    check(skipped)
+    assert_weights_equal(trained.results[0]["fingerprint"], skipped.results[0]["fingerprint"])
+    assert skipped.results[0]["global_step"] == 5
+
+
+def test_a_rank_without_any_data_is_an_error_that_names_it(train_on_streams: Callable[..., Any]) -> None:
+    training = train_on_streams(devices=2, counts=[10, 0])
+    assert training.job.returncode == 1
+    assert "The training data of slot 1 yielded no batch in epoch 0" in training.job.stderr
