@@ -247,6 +247,9 @@ class FTStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._live.enter()
         self._open_event_log(trainer)
+        if fitting and self._is_joiner:
+            # Here, and not after `on_fit_start`: callbacks expect in that hook what they saved.
+            trainer._checkpoint_connector._restore_modules_and_callbacks(joining.PEER_CHECKPOINT)
 
     @override
     def model_to_device(self) -> None:
@@ -293,6 +296,10 @@ class FTStrategy(ParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
+        return self._is_joiner and not (self._live is not None and self._live.has_received)
+
+    @property
+    def _is_joiner(self) -> bool:
         return self.engine.alone and not isinstance(self.engine, SoloEngine)
 
     @override
@@ -370,6 +377,8 @@ class FTStrategy(ParallelStrategy):
         assert reducer is not None
         assert live is not None
         self._micro_batches.append(live.has_own_batch)
+        assert self.model is not None
+        reducer.follow(self.model.parameters())
         if self._synchronize_gradients:
             self._arm()
         loss = closure_loss if live.has_own_batch else closure_loss * 0.0

@@ -14,6 +14,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 
+from lightning_ft.strategies import changing_modules
+
 PEER_CHECKPOINT = "ft://peer"
 """The ``ckpt_path`` that means: ask a live rank."""
 
@@ -32,6 +34,8 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
     connector = trainer._logger_connector
     return {
         "checkpoint": checkpoint,
+        "groups": changing_modules.describe_groups(trainer.lightning_module, trainer.optimizers),
+        "flags": changing_modules.describe_flags(trainer.lightning_module),
         "random": _collect_rng_states(include_cuda=False),
         "callbacks": [_private_notes(callback) for callback in _callbacks(trainer)],
         "results": [_describe_result(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()],
@@ -50,15 +54,17 @@ def checkpoint_of(state: dict[str, Any]) -> dict[str, Any]:
     return {**checkpoint, "state_dict": dict(checkpoint["state_dict"])}
 
 
-def begin_epoch(trainer: Trainer, state: dict[str, Any]) -> None:
+def begin_epoch(trainer: Trainer, state: dict[str, Any], own_groups: list[Any]) -> None:
     """Call the hooks that begin the epoch in which this rank joins, as the other ranks did; before it takes part.
 
     Lightning leaves them out when it resumes within an epoch, but what they set up, the hooks that end the epoch use.
     What these hooks and ``on_train_start`` did to the weights, to optimizers and to callbacks' state does not stay: the
-    peer did it long ago, and went on from there.
+    peer did it long ago, and went on from there. They find the optimizers as this rank configured them, since they may add
+    a group, which the peer has already.
     """
-    call._call_callback_hooks(trainer, "on_train_epoch_start")
-    call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    with changing_modules.grouped_as(own_groups, trainer.optimizers):
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint_of(state)
     connector.restore_model()
@@ -69,6 +75,7 @@ def begin_epoch(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
     """Make this rank's running loop the same as its source's; called at its first batch, before anything is fetched."""
+    changing_modules.adopt_flags(trainer.lightning_module, state["flags"])
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop._restarting = False
     epoch_loop.val_loop._restarting = False
@@ -98,7 +105,7 @@ def _private_notes(callback: Callback) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(callback).items()
-        if name.startswith(("_last", "_defer")) and isinstance(value, plain)
+        if name.startswith(("_last", "_defer", "_restarting")) and isinstance(value, plain)
     }
 
 

@@ -14,7 +14,7 @@ from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine
 from lightning_ft.events.log import EventLog
-from lightning_ft.strategies import joining, leadership
+from lightning_ft.strategies import changing_modules, joining, leadership
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
@@ -67,6 +67,7 @@ class LiveTraining:
         self._batch = ExitStack()
         self._slots: tuple[int, ...] = ()
         self._pause_agreed = False
+        self._own_groups: list[Any] = []
         self._received: dict[str, Any] | None = None
         self._logger_versions: list[Any] | None = None
 
@@ -207,6 +208,11 @@ class LiveTraining:
             "buffers_due": self.buffers is not None and self.buffers.due,
         }
 
+    @property
+    def has_received(self) -> bool:
+        """Whether this rank is a joiner that has the state of the others."""
+        return self._received is not None
+
     def receive(self) -> dict[str, Any]:
         """Return the checkpoint that a live rank hands out to this joiner."""
         trainer = self.trainer
@@ -227,11 +233,13 @@ class LiveTraining:
         if self.buffers is not None:
             self.buffers.due = state["buffers_due"]
         self._received = state["training"]
+        self._own_groups = [optimizer.param_groups for optimizer in trainer.optimizers]
+        changing_modules.adopt_groups(self._pl_module, trainer.optimizers, self._received["groups"])
         return joining.checkpoint_of(self._received)
 
     def _finish_joining(self, state: dict[str, Any]) -> None:
         self._received = None
-        joining.begin_epoch(self.trainer, state)
+        joining.begin_epoch(self.trainer, state, self._own_groups)
         self._engine.enter()
         joining.enter_loop(self.trainer, state)
         if self.loader is not None:

@@ -4,6 +4,7 @@
 and reduced again among the survivors: its gradient is left out of the average and nothing is computed twice.
 """
 
+import operator
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
@@ -20,6 +22,7 @@ from lightning_ft.elastic.groups import Group, Work
 
 _UNKNOWN = 1 << 60
 _SPARE_BYTES = 16 << 20
+_MAX_LAYOUTS = 4
 _FLAGS = struct.Struct("=??qq")
 
 
@@ -73,6 +76,24 @@ class _Bucket:
                 torch.mul(parameter.grad, scale, out=view)
 
 
+class _Layout:
+    """The buckets of the parameters that require gradients at some time.
+
+    Args:
+        parameters: Those parameters, in the module's order.
+        bucket_bytes: Size above which a bucket is closed.
+
+    """
+
+    def __init__(self, parameters: list[Parameter], bucket_bytes: int) -> None:
+        self.parameters = parameters
+        self.buckets = _make_buckets(parameters, bucket_bytes)
+        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self.num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+        # A second set, filled in turn, if it costs little: see `GradientReducer._may_launch`.
+        self.spare = _make_buckets(parameters, bucket_bytes) if self.num_bytes <= _SPARE_BYTES else None
+
+
 class GradientReducer:
     """Reduces the gradients of a module in buckets.
 
@@ -85,13 +106,11 @@ class GradientReducer:
 
     def __init__(self, parameters: Iterable[Parameter], engine: Engine, bucket_bytes: int = 25 << 20) -> None:
         self._engine = engine
-        trainable = [p for p in parameters if p.requires_grad]
-        self._parameters = trainable
-        self._buckets = _make_buckets(trainable, bucket_bytes)
-        self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket.parameters}
-        self._num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
-        # A second set, filled in turn, if it costs little: see `_may_launch`.
-        self._spare = _make_buckets(trainable, bucket_bytes) if self._num_bytes <= _SPARE_BYTES else None
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        self._spare: list[_Bucket] | None = None
+        self._layouts: list[_Layout] = []  # the last one is that of the parameters that require gradients now
+        self._handles: dict[Parameter, RemovableHandle] = {}
         self.collectives_inside: bool | None = None
         """Whether backward passes call collectives; None before the first. Must be the same on all ranks.
 
@@ -102,12 +121,12 @@ class GradientReducer:
         self._group: Group | None = None
         self._works: list[Work] = []
         self._error: RuntimeError | None = None
-        self._seen = dict.fromkeys(trainable, 0)
+        self._seen: dict[Parameter, int] = {}
         self._used: set[Parameter] = set()  # by any backward pass since the last reduction
         self._accumulated: dict[Parameter, Tensor] = {}
-        self._expected: dict[Parameter, int] | None = None
+        self._expected: dict[Parameter, int] = {}
         self._changed_late = False
-        self._handles = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in trainable]
+        self.follow(parameters)
 
     @property
     def parameters(self) -> Sequence[Parameter]:
@@ -116,8 +135,28 @@ class GradientReducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters. May be called twice."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
+
+    def follow(self, parameters: Iterable[Parameter]) -> None:
+        """Reduce from now on what requires a gradient now: parameters may be frozen, unfrozen or added; alike on all ranks.
+
+        To be called before every backward pass. Layouts are kept: adversarial training alternates between two.
+        """
+        trainable = [p for p in parameters if p.requires_grad]
+        if self._layouts:
+            layout = self._layouts[-1]
+            if _are_same(layout.parameters, trainable):
+                return
+            layout.buckets, layout.spare = self._buckets, self._spare
+        known = next((layout for layout in self._layouts if _are_same(layout.parameters, trainable)), None)
+        layout = known or _Layout(trainable, self._bucket_bytes)
+        self._layouts = [*(other for other in self._layouts if other is not layout), layout][-_MAX_LAYOUTS:]
+        self._parameters, self._bucket_of, self._num_bytes = layout.parameters, layout.bucket_of, layout.num_bytes
+        self._buckets, self._spare = layout.buckets, layout.spare
+        for parameter in trainable:
+            if parameter not in self._handles:
+                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def arm(self, weight: int, total: int, *, stop: bool) -> None:
         """Collective. Announce the reduction; the backward pass that follows feeds it.
@@ -138,8 +177,8 @@ class GradientReducer:
             self._buckets, self._spare = self._spare, self._buckets
         # How often a parameter's gradient is added to is learned: in the first step nothing is reduced before backward is
         # over, since a shared block under checkpointing adds to its parameters twice. One that was not used yet may be now.
-        is_first = self._expected is None
-        self._expected = {p: max(1, self._seen[p], (self._expected or {}).get(p, 1)) for p in self._parameters}
+        self._expected |= {p: max(1, count, self._expected.get(p, 1)) for p, count in self._seen.items()}
+        is_first = not all(p in self._expected for p in self._parameters)
         self._missing = [
             _UNKNOWN if is_first else sum(self._expected[p] for p in bucket.parameters) for bucket in self._buckets
         ]
@@ -287,6 +326,10 @@ class GradientReducer:
         if flags.numel() == 0 or flags.min() >= contributors:
             return frozenset()
         return frozenset(p for p, count in zip(self._parameters, flags.tolist(), strict=True) if count < contributors)
+
+
+def _are_same(some: list[Parameter], others: list[Parameter]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucket]:

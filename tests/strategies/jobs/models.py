@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import torch
 import torch.distributed.nn.functional as dist_nn
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from train import Model
 
@@ -32,3 +35,48 @@ class LateSum(Model):
             return loss
         (middle,) = dist_nn.all_reduce(self.net[0](batch[0]).mean(0, keepdim=True))
         return loss + middle.square().mean()
+
+
+class TrainsWhatIsNotFrozen(Model):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+class ThawsEncoder(BaseFinetuning):
+    """Freezes the first layer, and gives it to the optimizer in epoch 1."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[:2])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[:2], optimizer)
+
+
+class AddsGroup(Callback):
+    """Gives a layer that was frozen until then to the optimizer when epoch 1 begins."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.net[0].requires_grad_(True)
+            trainer.optimizers[0].add_param_group({"params": list(pl_module.net[0].parameters()), "lr": 0.1})
+
+
+class FreezesAndAdds(Callback):
+    """Freezes a layer for some steps, and gives a parameter that no optimizer had to it in step 3."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.net[4].bias.requires_grad_(False)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.net[0].weight.requires_grad_(trainer.global_step % 4 != 2)
+        pl_module.net[3].train(trainer.global_step < 5)
+        if trainer.global_step == 3 and len(trainer.optimizers[0].param_groups) == 1:
+            pl_module.net[4].bias.requires_grad_(True)
+            (group,) = trainer.optimizers[0].param_groups
+            group["params"] = [parameter for parameter in group["params"] if parameter is not pl_module.net[4].bias]
+            trainer.optimizers[0].add_param_group({"params": [pl_module.net[4].bias], "lr": 0.1})
