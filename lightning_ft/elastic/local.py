@@ -9,7 +9,6 @@ import atexit
 import logging
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +24,7 @@ from lightning_ft.elastic.leveling import Leveling, Outcome, ProvideState, Stand
 from lightning_ft.elastic.link import SupervisorLink
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import NO_SLOT, Generation, RankEnvironment
+from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError
 from lightning_ft.events.log import EventLog
 
@@ -85,6 +85,7 @@ class LocalEngine:
         self._sequence = 0
         self._last: Any = None
         self._reported: float | None = None
+        self._step = 0
 
     @classmethod
     def of_process(cls, environment: RankEnvironment, policy: Policy, timeout: timedelta) -> "LocalEngine":
@@ -375,6 +376,7 @@ class LocalEngine:
 
     def report_progress(self, step: int) -> None:
         """Say that ``step`` optimizer steps are committed."""
+        self._step = step
         now = time.monotonic()
         if self._reported is None or now - self._reported >= _PROGRESS_INTERVAL:
             self._reported = now
@@ -383,15 +385,8 @@ class LocalEngine:
     def report_exception(self, error: BaseException) -> None:
         """Say that user code raised, before this process ends because of it."""
         code = error.code if isinstance(error, SystemExit) else 1
-        self._link.send(
-            {
-                "type": "exception",
-                "exception": type(error).__qualname__,
-                "message": str(error),
-                "traceback": "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error)),
-                "code": code if isinstance(code, int) else int(code is not None),
-            }
-        )
+        code = code if isinstance(code, int) else int(code is not None)
+        self._link.send(describe_exception(error, code, self._step))
 
     def report_log(self, directory: str) -> None:
         """Tell the supervisor where event logs go."""

@@ -161,12 +161,14 @@ class Progress(TypedDict):
 
 
 class Raised(TypedDict):
-    """User code raised; the process is about to exit with ``code``."""
+    """User code raised at ``place``, after ``step`` steps; the process is about to exit with ``code``."""
 
     type: Literal["exception"]
     exception: str
     message: str
     traceback: str
+    place: str
+    step: int
     code: int
 
 

@@ -277,7 +277,8 @@ class _Timeline:
         """Describe the death that an exit is."""
         slot, incarnation = exit["slot"], exit["incarnation"]
         fired = self._fired.get((slot, incarnation))
-        time = float(exit["t"]) if fired is None else fired
+        # The others go on as soon as a rank says what it raised; how long ago that was, its exit says.
+        time = float(exit["t"]) - exit.get("ago", 0.0) if fired is None else fired
         told = [e for e in self._changes if e["t"] >= time and e["slot"] != slot and _tells_of(slot, e)]
         # Where each of the others learned of it; of two deaths at once, some may learn in one change and some in two.
         changes = list({_process(event): event for event in reversed(told)}.values())

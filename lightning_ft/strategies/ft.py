@@ -30,6 +30,7 @@ from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.elastic.options import Policy, SupervisionOptions
 from lightning_ft.elastic.process_group import install_once
 from lightning_ft.elastic.protocol import RankEnvironment
+from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.events.log import EventLog
 from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
@@ -499,7 +500,8 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self.events.emit("exception", type=type(exception).__name__, message=str(exception)[:500])
+        raised = describe_exception(exception, 1)
+        self.events.emit("exception", type=raised["exception"], message=raised["message"][:500])
 
     @override
     def teardown(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable
 from signal import SIGINT
 from types import TracebackType
 
-from lightning_ft.elastic.protocol import Hello, Raised, RankEnvironment, connect
+from lightning_ft.elastic.protocol import Hello, RankEnvironment, connect
+from lightning_ft.elastic.raised import describe_exception
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -37,17 +37,11 @@ class _Reporter:
     def _report(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> bool:
         environment = self._environment
         hello = Hello(type="hello", slot=environment.slot, incarnation=environment.incarnation, pid=os.getpid())
-        raised = Raised(
-            type="exception",
-            exception=kind.__qualname__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(kind, error, trace)),
-            code=128 + SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
-        )
+        code = 128 + SIGINT if issubclass(kind, KeyboardInterrupt) else 1
         try:
             channel = connect(environment.supervisor)
             channel.send(hello)
-            channel.send(raised)
+            channel.send(describe_exception(error.with_traceback(trace), code))
             channel.close()
         except OSError:
             return False

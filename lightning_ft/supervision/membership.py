@@ -13,8 +13,9 @@ from dataclasses import replace
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import Asked, Begin, Enter, Exclude, FromRank, Raised, Stop
 from lightning_ft.supervision.actions import Action, Finish, Notice, Show, Signal, Spawn
+from lightning_ft.supervision.failures import Failures
 from lightning_ft.supervision.generations import Generations
-from lightning_ft.supervision.outcome import Ending, Outcome, describe
+from lightning_ft.supervision.outcome import Ending, Outcome, describe, tell_raised
 from lightning_ft.supervision.respawn import Respawns
 from lightning_ft.supervision.roster import Phase, Rank, Roster
 
@@ -46,7 +47,7 @@ class Membership:
         self._call = -1
         self._fn = ""
         self._has_progressed = False
-        self._raised: dict[tuple[str, str], set[int]] = {}  # exception -> slots, since the last progress
+        self._failures = Failures()
         self._signal: int | None = None
         self._forwarded: dict[int, float] = {}  # signal -> when it was last passed on
         self._kill_at: float | None = None
@@ -101,7 +102,7 @@ class Membership:
                 self._generations.note(slot, message, now)
             case "progress":
                 self._has_progressed = True
-                self._raised.clear()
+                self._failures.progressed(message["step"])
                 self._generations.progressed()
                 self._respawns.progressed(slot)
             case "exception":
@@ -117,10 +118,12 @@ class Membership:
         self._roster.remove(rank)
         how = rank.killed_because or describe(code)
         if rank.raised is not None:
-            how = ": ".join(part for part in (rank.raised["exception"], rank.raised["message"]) if part)
+            how = tell_raised(rank.raised)
         is_member = slot in self.members
+        was_member = is_member or (rank.phase is Phase.MEMBER and rank.raised is not None)
         is_between_calls = rank.veteran and rank.phase is not Phase.MEMBER
-        self._roster.record("exit", slot=slot, incarnation=incarnation, how=how, code=code, member=is_member)
+        ago = 0.0 if rank.raised_at is None else round(now - rank.raised_at, 4)
+        self._roster.record("exit", slot=slot, incarnation=incarnation, how=how, code=code, member=was_member, ago=ago)
         if is_member:
             self._generations.remove(rank, how, "death")
             self._generations.is_ending |= code == 0  # the user's own sys.exit(0) in a hook
@@ -170,6 +173,8 @@ class Membership:
     def deadline(self) -> float | None:
         """Return when :meth:`tick` is to be called even if nothing happens."""
         times = [self._respawns.deadline(), self._kill_at]
+        raised_at = [rank.raised_at for rank in self._roster.ranks.values() if not rank.killed]
+        times += [time + self.policy.grace for time in raised_at if time is not None]
         if self._verdict is None:
             times.append(self._generations.deadline(self.policy))
         return min((time for time in times if time is not None), default=None)
@@ -178,19 +183,22 @@ class Membership:
 
     def _on_begin(self, rank: Rank, message: Begin) -> None:
         self._end_call(rank)  # if its last words about it were an exception that the user caught
+        rank.raised = rank.raised_at = None
         rank.phase = Phase.STANDING
         rank.standing_at = (message["call"], message["fn"])
 
     def _end_call(self, rank: Rank) -> None:
         if rank.phase is Phase.MEMBER:
             rank.phase = Phase.STARTING
-            self._generations.complete(rank)
+            if rank.slot in self.members:
+                self._generations.complete(rank)
 
     def _on_exception(self, rank: Rank, message: Raised, now: float) -> None:
-        if rank.raised is not None:
-            return  # said twice, by the strategy and by the interpreter's hook
-        rank.raised = message
-        if self._verdict is not None or (self._signal is not None and message["exception"] in _TERMINATIONS):
+        is_second = rank.raised is not None  # said again by the interpreter's hook, unless handling it raised anew
+        is_expected = self._verdict is not None or (self._signal is not None and message["exception"] in _TERMINATIONS)
+        if not is_second:
+            rank.raised, rank.raised_at = message, now
+        if is_expected:
             return
         if message["exception"] == "SIGTERMException":  # one rank was told to end, and the ranks agreed on the step
             self._conclude(message["code"], None, now)
@@ -198,18 +206,24 @@ class Membership:
                 if other.phase in (Phase.JOINING, Phase.WAITING):  # for those who are about to end
                     self._roster.kill(other)
             return
-        slots = self._raised.setdefault((message["exception"], message["message"]), set())
-        if not slots and message["traceback"]:
+        if self._failures.is_new(message):
             self._roster.act(Show(rank.slot, message["traceback"]))
-        slots.add(rank.slot)
-        told = f"Slot {rank.slot} raised {message['exception']}"
-        if self._signal is not None or message["code"] == 0:
-            return
+        if not is_second and self._signal is None and message["code"] != 0:
+            self._judge(rank, message, now)
+
+    def _judge(self, rank: Rank, raised: Raised, now: float) -> None:
+        """Decide whether what a rank raised is the end of the job or only of the rank."""
+        told = f"Slot {rank.slot} raised {raised['exception']}"
+        self._failures.add(rank.slot, raised)
+        culprit = self._failures.used_up(rank.slot, raised, now, self.policy.restart_window)
         if not self._has_progressed:
-            self._abort(message["code"], f"{told} before the first step.", now)
-        elif len(slots) > 1 and self.members and slots.issuperset(self.members):
-            error = f"{told}, and so did every other member, without a step in between."
-            self._abort(message["code"], error, now)
+            self._abort(raised["code"], f"{told} before the first step.", now)
+        elif self._failures.is_everywhere(raised, self.members):
+            self._stop(f"{told}, and so did every other member, without a step in between.", now, raised["code"])
+        elif culprit is not None:
+            self._stop(f"{tell_raised(raised)} in slot {rank.slot}, as in slot {culprit} before.", now, raised["code"])
+        elif rank.slot in self.members[1:]:  # rank 0 may write a last checkpoint: nobody takes its place until it is gone
+            self._generations.remove(rank, tell_raised(raised), "death")
 
     def _on_request(self, rank: Rank, message: Asked | Exclude, now: float) -> None:
         if message["type"] == "asked":
@@ -242,13 +256,15 @@ class Membership:
             if self.members:
                 self._roster.act(Notice(f"{told} as the call was ending."))
         else:
-            self._roster.act(Notice(f"{told}; {self._respawn(rank.slot, now)}."))
+            self._roster.act(Notice(f"{told}; {self._respawn(rank.slot, now, rank.raised)}."))
 
-    def _respawn(self, slot: int, now: float) -> str:
+    def _respawn(self, slot: int, now: float, raised: Raised | None = None) -> str:
         limit = self.policy.max_restarts
         count = self._respawns.schedule(slot, now, self.policy.restart_window, limit)
         if count is None:
             self._roster.record("excluded", slot=slot, restarts=limit)
+            if raised is not None:
+                self._failures.use_up(slot, raised, now)
             return f"it stays out after {limit} respawn{'s' * (limit > 1)}" if limit else "it stays out"
         return f"respawning ({count} of {limit})"
 
@@ -259,11 +275,14 @@ class Membership:
             if rank.raised is None:
                 self._roster.kill(rank)
 
-    def _stop(self, error: str, now: float) -> None:
-        """End the job, giving ranks the time to say why."""
-        self._conclude(1, error, now)
-        for slot in self._roster.ranks:
-            self._roster.send(slot, Stop(type="stop", message=error))
+    def _stop(self, error: str, now: float, code: int = 1) -> None:
+        """End the job, giving those that hold its state the time to say why and to save it."""
+        self._conclude(code, error, now)
+        for rank in self._roster.ranks.values():
+            if rank.veteran:
+                self._roster.send(rank.slot, Stop(type="stop", message=error))
+            elif rank.raised is None:
+                self._roster.kill(rank)
 
     def _conclude(self, code: int, error: str | None, now: float) -> None:
         self._roster.record("stop", code=code, error=error)
@@ -280,6 +299,9 @@ class Membership:
     def _settle(self, now: float) -> None:
         if self._kill_at is not None and now >= self._kill_at:
             self._end_grace()
+        for rank in self._roster.ranks.values():
+            if rank.raised_at is not None and now >= rank.raised_at + self.policy.grace:
+                self._roster.kill(rank, "did not end in time")
         if self._verdict is None and self._generations.number:
             self._settle_orphans()
         if self._verdict is None:

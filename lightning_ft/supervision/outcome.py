@@ -5,6 +5,10 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from lightning_ft.elastic.protocol import Raised
+
+_LONGEST_TEXT = 200
+
 
 @dataclass(frozen=True)
 class Ending:
@@ -34,6 +38,13 @@ def describe(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+def tell_raised(raised: Raised) -> str:
+    """Return what a rank raised in a part of a line: "ValueError: not today"."""
+    text = raised["message"].strip().partition("\n")[0]
+    text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
+    return ": ".join(part for part in (raised["exception"], text) if part)
 
 
 def exit_code(code: int) -> int:

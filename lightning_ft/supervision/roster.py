@@ -31,6 +31,7 @@ class Rank:
     veteran: bool = False  # was a member: holds the job's state
     standing_at: tuple[int, str] = (-1, "")
     raised: Raised | None = None
+    raised_at: float | None = None
     killed: bool = False
     killed_because: str | None = None  # None in a killed one: nobody needs to know
     told_join_wanted: bool = False

@@ -56,7 +56,8 @@ class ImitatedRank:
     def raise_error(self, error: BaseException, code: int = 1) -> None:
         """Do what a rank does about an exception of the user's."""
         name = type(error).__name__
-        self.send("exception", exception=name, message=str(error), traceback=f"Traceback of {name}: {error}", code=code)
+        trace = f"Traceback of {name}: {error}"
+        self.send("exception", exception=name, message=str(error), traceback=trace, place="train.py:1", step=0, code=code)
         sys.exit(code)
 
     def _receive(self) -> Any:

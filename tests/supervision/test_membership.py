@@ -46,10 +46,13 @@ class Job:
             self.at_top.add(slot)
         self.membership.message(slot, self.live[slot], {"type": kind, **fields}, self.now)  # type: ignore[misc]
 
-    def raises(self, slot: int, exception: str = "ValueError", message: str = "no", code: int = 1) -> None:
-        traceback = f"{exception}: {message}"
-        self.say(slot, "exception", exception=exception, message=message, traceback=traceback, code=code)
+    def raises(self, slot: int, exception: str = "ValueError", message: str = "no", code: int = 1, step: int = 1) -> None:
+        self.raise_(slot, exception, message, code, step)
         self.exit(slot, code=code)
+
+    def raise_(self, slot: int, exception: str = "ValueError", message: str = "no", code: int = 1, step: int = 1) -> None:
+        told = {"exception": exception, "message": message, "traceback": f"{exception}: {message}"}
+        self.say(slot, "exception", **told, place="train.py:1", step=step, code=code)
 
     def exit(self, *slots: int, code: int = 0) -> None:
         for slot in slots:
@@ -605,13 +608,13 @@ def test_first_options_win() -> None:
 def test_exception_before_the_first_step_ends_the_job_and_is_shown_once() -> None:
     job = Job(3)
     job.begin(0, 1, 2)
-    job.say(1, "exception", exception="ValueError", message="no", traceback="Traceback 1", code=1)
-    job.say(0, "exception", exception="KeyError", message="peer", traceback="Traceback 0", code=1)
+    job.raise_(1)
+    job.raise_(0, "KeyError", "peer")
     assert job.doomed == [0, 2]
     job.exit(1, code=1)
     job.bury_doomed()
     assert job.finish == Finish(1, "Slot 1 raised ValueError before the first step.")
-    assert job.shown == ["Traceback 1"]
+    assert job.shown == ["ValueError: no"]
     assert len(job.spawned) == 3
 
 
@@ -624,7 +627,7 @@ def test_exit_code_before_the_first_step_ends_the_job_with_it() -> None:
 
 def test_rank_that_cannot_end_after_its_exception_is_killed_after_the_grace() -> None:
     job = Job(2, grace=5.0)
-    job.say(1, "exception", exception="ValueError", message="no", traceback="", code=3)
+    job.raise_(1, code=3)
     job.bury_doomed()
     job.wait(6.0)
     job.bury_doomed()
@@ -652,6 +655,77 @@ def test_exception_that_every_member_raises_is_not_tried_again() -> None:
     assert job.finish.code == 1
     assert "every other member" in str(job.finish.error)
     assert job.shown == ["ValueError: no"]
+
+
+def test_exceptions_of_all_members_in_the_same_step_are_the_same_whatever_they_say_and_whenever_it_is_heard() -> None:
+    job = Job(3)
+    job.train()
+    for slot in (2, 0, 1):
+        job.say(slot, "progress", step=7)
+        job.raise_(slot, message=f"in slot {slot}", step=7)
+    assert job.last(0, "stop")
+    job.exit(0, 1, 2, code=1)
+    assert job.finish == Finish(1, "Slot 1 raised ValueError, and so did every other member, without a step in between.")
+
+
+def test_exceptions_of_all_members_in_different_steps_are_deaths() -> None:
+    job = Job(2)
+    job.train()
+    job.raises(1, step=1)
+    job.rejoin(1)
+    job.say(0, "progress", step=2)
+    job.raises(0, step=2)
+    assert job.spawned[-2:] == [(1, 1), (0, 1)]
+    assert job.members == [1]
+
+
+def test_others_go_on_at_once_when_a_rank_says_what_it_raised() -> None:
+    job = Job(3)
+    job.train()
+    job.raise_(1)
+    assert job.members == [0, 2]
+    assert len(job.spawned) == 3, "its place is not free yet"
+    job.exit(1, code=1)
+    assert job.spawned[-1] == (1, 1)
+
+
+def test_others_wait_for_rank_0_which_may_write_a_checkpoint_of_what_it_raised() -> None:
+    job = Job(3, grace=5.0)
+    job.train()
+    job.raise_(0)
+    assert job.members == [0, 1, 2]
+    job.wait(6.0)
+    assert job.doomed == [0]
+    job.bury_doomed()
+    assert job.members == [1, 2]
+    assert job.spawned[-1] == (0, 1)
+
+
+def test_exception_that_goes_on_in_another_slot_once_it_used_up_one_ends_the_job() -> None:
+    job = Job(3, max_restarts=1)
+    job.train()
+    job.raises(2, message="sample 7")
+    job.rejoin(2)
+    job.say(0, "progress", step=2)
+    job.raises(2, message="sample 7", step=2)
+    assert job.notices[-1].endswith("it stays out after 1 respawn.")
+    job.say(0, "progress", step=3)
+    job.raise_(1, message="sample 7, as the epoch ends", step=3)
+    assert job.last(0, "stop")
+    job.exit(1, 0, code=1)
+    assert job.finish == Finish(1, "ValueError: sample 7, as the epoch ends in slot 1, as in slot 2 before.")
+    assert job.shown == ["ValueError: sample 7", "ValueError: sample 7, as the epoch ends"]
+
+
+def test_exception_that_the_script_catches_leaves_the_rank_in_the_next_call() -> None:
+    job = Job(2, grace=5.0)
+    job.train()
+    job.raise_(1)
+    job.begin(1, call=1, fn="test")
+    job.wait(6.0)
+    job.end(0)
+    job.begin(0, call=1, fn="test")
+    assert job.members == [0, 1]
 
 
 def test_first_exception_explains_the_end_when_all_are_gone() -> None:
