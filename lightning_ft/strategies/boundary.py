@@ -19,20 +19,34 @@ def settle_counters(checkpoint: dict[str, Any], trainer: Trainer, *, validation_
 
     """
     loops = checkpoint["loops"]["fit_loop"]
-    epochs: Any = trainer.fit_loop.epoch_progress.current
     if validation_due:
         _begin_validation(loops["epoch_loop.val_loop.batch_progress"])
-    elif epochs.processed == epochs.ready:
+        return
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    is_between_epochs = epochs.processed == epochs.ready
+    if is_between_epochs:
         _begin_epoch(loops)
-    elif _is_validated(trainer):
-        # The resumed run passes over this batch's validation as if it had just ended, and counts the step once more.
+        if not trainer.fit_loop._iteration_based_training():
+            return
+    if _passes_over_validation(trainer, is_between_epochs):
+        # As if this batch's validation had just ended; then it counts the step once more.
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
-def _is_validated(trainer: Trainer) -> bool:
-    fetcher = trainer.fit_loop._data_fetcher
+def _passes_over_validation(trainer: Trainer, is_between_epochs: bool) -> bool:
+    """Whether the resumed run will find itself at a batch that validation follows."""
+    fetcher, epoch_loop = trainer.fit_loop._data_fetcher, trainer.fit_loop.epoch_loop
     is_timed = getattr(trainer, "_val_check_time_interval", None) is not None  # by a clock that starts with the run
-    return fetcher is not None and not is_timed and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
+    if fetcher is None or is_timed or trainer.should_stop:
+        return False
+    progress = epoch_loop.batch_progress
+    now = progress.current.ready, progress.is_last_batch
+    try:
+        if is_between_epochs:
+            progress.current.ready, progress.is_last_batch = 0, False
+        return epoch_loop._should_check_val_fx(fetcher)
+    finally:
+        progress.current.ready, progress.is_last_batch = now
 
 
 def _begin_validation(progress: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft.testing import FaultPlan, JobResult, assert_steps_contiguous, run_job
+from lightning_ft.testing import Fault, FaultPlan, JobResult, assert_steps_contiguous, assert_used_up, run_job
 
 SCRIPT = Path(__file__).parent / "jobs" / "signalled.py"
 LAST = "checkpoints/last-preempted.ckpt"
@@ -24,6 +24,7 @@ def run(tmp_path: Path) -> Callable[..., JobResult]:
         faults: FaultPlan | None = None, env: dict[str, str] | None = None, directory: str = ".", **options: Any
     ) -> JobResult:
         place = tmp_path / directory
+        place.mkdir(exist_ok=True)
         for path in place.glob("exception_*"):
             path.unlink()
         options = {"checkpoint": {"dirpath": "checkpoints"}, **options}
@@ -80,8 +81,86 @@ def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(options: A
     assert handled == ["15\n"] * (3 if "handler" in options else 0)
 
 
+def test_sigterm_breaks_a_long_validation_off_and_the_next_run_begins_with_it(run: Callable[..., JobResult]) -> None:
+    options = {"num_samples": 48, "max_epochs": 2, "validation": True, "num_validation_samples": 2000}
+    job = run(signal="SIGTERM", to="rank", point="on_validation_batch_start", step=4, **options)
+    assert assert_stopped(job) == 4
+    assert not list(job.directory.glob("validated_*"))
+    job = run(**options).check()
+    assert steps_of(job) == [5, 6, 7, 8]
+    assert [path.read_text().split() for path in job.directory.glob("validated_*")] == [["4", "8"]] * 3
+
+
+@pytest.mark.parametrize("call", ["test", "predict"])
+def test_sigterm_to_one_rank_ends_an_evaluation_in_all(call: str, run: Callable[..., JobResult]) -> None:
+    point, calls = f"on_{call}_batch_start", [call, "validate"]
+    job = run(signal="SIGTERM", to="rank", point=point, step=0, calls=calls, num_validation_samples=2000)
+    assert job.returncode == 143, job.tail()
+    assert steps_at_the_end(job) == [("SIGTERMException", 0)] * 3
+    assert not list(job.directory.glob("completed_*"))
+
+
+def test_sigterm_after_the_last_step_ends_the_job_before_the_next_call(run: Callable[..., JobResult]) -> None:
+    job = run(signal="SIGTERM", to="rank", point="on_train_end", max_steps=6, calls=["fit", "validate"])
+    assert assert_stopped(job) == 6
+    assert not list(job.directory.glob("result_*"))
+
+
+def test_sigterm_before_the_loops_run_ends_the_job(run: Callable[..., JobResult]) -> None:
+    job = run(signal="SIGTERM", to="rank", point="on_fit_start", step=0)
+    assert job.returncode == 143, job.tail()
+    assert len([event for event in job.events if event["event"] == "spawn"]) == 3
+
+
+def test_sigterm_while_ranks_are_awaited_ends_the_job_with_a_checkpoint(run: Callable[..., JobResult]) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=2, point="forward", step=4)])
+    job = run(plan, second_life="SIGTERM", min_replicas=3, max_steps=60)
+    assert job.returncode == 143, job.tail()
+    assert_used_up(plan, job.events)
+    assert steps_at_the_end(job) == [("SIGTERMException", 5)] * 2
+    assert torch.load(job.directory / LAST, weights_only=True)["global_step"] == 5
+
+
+def test_rank_0_dies_while_it_saves_the_last_checkpoint(run: Callable[..., JobResult]) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=0, point="during_save")])
+    job = run(plan, signal="SIGTERM")
+    assert job.returncode == 143, job.tail()
+    assert_used_up(plan, job.events)
+    ((kind, step),) = set(steps_at_the_end(job))
+    assert torch.load(job.directory / LAST, weights_only=True)["global_step"] == step
+    assert [path.name for path in job.directory.glob("checkpoints/*")] == ["last-preempted.ckpt"]
+
+
 def test_sigint_ends_the_job_and_nobody_is_started_again(run: Callable[..., JobResult]) -> None:
     job = run(signal="SIGINT")
     assert job.returncode == 1
     assert {name for name, _ in steps_at_the_end(job)} == {"KeyboardInterrupt"}
     assert len([event for event in job.events if event["event"] == "spawn"]) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_epochs": 6, "validation": True}, {"max_steps": 23, "validation": True}, {"max_steps": 23}, {"max_epochs": 6}],
+    ids=["epochs", "steps", "steps-no", "epochs-no"],
+)
+def test_five_preemptions_lose_nothing_and_leave_one_checkpoint(options: Any, run: Callable[..., JobResult]) -> None:
+    options |= {"num_samples": 48, "version": 0}
+    steps: list[int] = []
+    for stop in (2, 4, 8, 9, 12):
+        job = run(signal="SIGTERM", to="rank", step=stop - 1, **options)
+        assert assert_stopped(job) == stop
+        steps += steps_of(job)
+        assert len(list(job.directory.glob("checkpoints/last*"))) == 1
+    job = run(**options).check()
+    assert steps + steps_of(job) == list(range(1, 24 + ("max_epochs" in options)))
+    assert [path.name for path in job.directory.glob("lightning_logs/*")] == ["version_0"]
+    whole = run(directory="whole", **options).check()
+    for name in ("result_*.json", "validated_*"):
+        texts = [path.read_text() for done in (job, whole) for path in done.directory.glob(name)]
+        assert len(texts) == (0 if "validation" not in options and "val" in name else 6)
+        assert all(text == texts[0] for text in texts), texts
+    assert len(list(job.directory.glob("checkpoints/*"))) <= 2
+
+
+def steps_of(job: JobResult) -> list[int]:
+    return [event["step"] for event in job.events if event["event"] == "step" and event["slot"] == 0]

@@ -40,10 +40,13 @@ class Options:
     max_steps: int = -1
     accumulate: int = 1
     validation: bool = False
+    num_validation_samples: int = 48
     manual: bool = False
     checkpoint: dict[str, Any] | None = None
     version: int | None = None
     handler: bool = False
+    second_life: str | None = None
+    """Signal to the supervisor from a process that was started again, before it does anything else."""
 
 
 class Module(LightningModule):
@@ -65,7 +68,7 @@ class Module(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.layer(batch[0]).square().mean(), on_step=batch_idx == 1, on_epoch=True, sync_dist=True)
+        self.log("val_loss", self.layer(batch[0]).square().mean(), on_step=True, on_epoch=True, sync_dist=True)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.layer(batch[0]).square().mean(), sync_dist=True)
@@ -108,14 +111,19 @@ class Sender(Callback):
                 os.kill(pid, getattr(signal, options.signal or ""))
             time.sleep(0.02)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        Path(f"start_{SLOT}").write_text(str(trainer.global_step))
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            with open(f"validated_{SLOT}", "a") as file:
+                file.write(f"{trainer.global_step}\n")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         Path(f"exception_{SLOT}").write_text(f"{type(exception).__name__} {trainer.global_step}")
 
 
 def main(options: Options) -> None:
+    if options.second_life and os.environ["LIGHTNING_FT_INCARNATION"] == "1":
+        os.kill(os.getppid(), getattr(signal, options.second_life))
+        signal.pause()  # until it is passed on
     seed_everything(7, verbose=False)
     if options.handler:
 
@@ -144,7 +152,7 @@ def main(options: Options) -> None:
     )
     model = Module(options)
     data = DataLoader(TensorDataset(torch.randn(options.num_samples, 4)), batch_size=4, shuffle=True)
-    validation = DataLoader(TensorDataset(torch.randn(48, 4)), batch_size=4)
+    validation = DataLoader(TensorDataset(torch.randn(options.num_validation_samples, 4)), batch_size=4)
     for call in options.calls:
         if call == "fit":
             trainer.fit(model, data, validation if options.validation else None, ckpt_path="last")
