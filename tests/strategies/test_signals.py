@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_rank_0_dies_while_it_saves_the_last_checkpoint(run: Callable[..., JobRe
     job = run(plan, signal="SIGTERM")
     assert job.returncode == 143, job.tail()
     assert_used_up(plan, job.events)
-    ((kind, step),) = set(steps_at_the_end(job))
+    ((_, step),) = set(steps_at_the_end(job))
     assert torch.load(job.directory / LAST, weights_only=True)["global_step"] == step
     assert [path.name for path in job.directory.glob("checkpoints/*")] == ["last-preempted.ckpt"]
 
@@ -164,3 +165,20 @@ def test_five_preemptions_lose_nothing_and_leave_one_checkpoint(options: Any, ru
 
 def steps_of(job: JobResult) -> list[int]:
     return [event["step"] for event in job.events if event["event"] == "step" and event["slot"] == 0]
+
+
+def test_requeue_signal_saves_a_checkpoint_and_requeues_the_slurm_job_once(
+    tmp_path: Path, run: Callable[..., JobResult]
+) -> None:
+    stub = tmp_path / "bin" / "scontrol"
+    stub.parent.mkdir()
+    stub.write_text('#!/bin/sh\necho "$@" >> scontrol_calls\n')
+    stub.chmod(0o755)
+    slurm = {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_PROCID": "0"}
+    slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "PATH": f"{stub.parent}:{os.environ['PATH']}"}
+    job = run(signal="SIGUSR1", env=slurm, ckpt_path=None, max_steps=12)
+    step = assert_stopped(job, name="hpc_ckpt_1.ckpt")
+    assert (tmp_path / "scontrol_calls").read_text() == "requeue 77\n"
+    job = run(signal="SIGTERM", step=8, env=slurm, ckpt_path=None, max_steps=12)
+    assert steps_of(job)[0] == step + 1
+    assert assert_stopped(job, name="hpc_ckpt_1.ckpt") > step

@@ -44,6 +44,7 @@ class Options:
     manual: bool = False
     checkpoint: dict[str, Any] | None = None
     version: int | None = None
+    ckpt_path: str | None = "last"
     handler: bool = False
     second_life: str | None = None
     """Signal to the supervisor from a process that was started again, before it does anything else."""
@@ -155,7 +156,7 @@ def main(options: Options) -> None:
     validation = DataLoader(TensorDataset(torch.randn(options.num_validation_samples, 4)), batch_size=4)
     for call in options.calls:
         if call == "fit":
-            trainer.fit(model, data, validation if options.validation else None, ckpt_path="last")
+            trainer.fit(model, data, validation if options.validation else None, ckpt_path=options.ckpt_path)
             Path(f"result_{SLOT}.json").write_text(json.dumps(fingerprint(trainer)))
         else:
             getattr(trainer, call)(model, validation)
