@@ -203,7 +203,7 @@ class Membership:
         if message["exception"] == "SIGTERMException":  # one rank was told to end, and the ranks agreed on the step
             self._conclude(message["code"], None, now)
             for other in self._roster.ranks.values():
-                if other.phase in (Phase.JOINING, Phase.WAITING):  # for those who are about to end
+                if not other.veteran:  # on its way to those who are about to end
                     self._roster.kill(other)
             return
         if self._failures.is_new(message):

@@ -907,6 +907,15 @@ def test_signal_to_one_rank_is_meant_for_the_job() -> None:
     assert len(job.spawned) == 3
 
 
+def test_rank_that_starts_again_is_not_awaited_when_the_others_stop() -> None:
+    job = Job(3)
+    job.train()
+    job.kill(2)
+    job.begin(2)
+    job.say(0, "exception", exception="SIGTERMException", message="143", traceback="", code=143)
+    assert job.doomed == [2]
+
+
 def test_rank_that_dies_of_a_termination_takes_the_job_along() -> None:
     job = Job(2)
     job.train()
