@@ -195,3 +195,24 @@ class MalformedStateError(FaultToleranceError, ValueError):
 
     def __str__(self) -> str:
         return f"The received state is malformed: {self.reason}. Nothing was loaded from it."
+
+
+class UnusedParametersError(FaultToleranceError, RuntimeError):
+    """A step left parameters without a gradient that are to be trained.
+
+    Args:
+        names: Names of the parameters.
+
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(self.names)
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.names[:8]) + (f" and {len(self.names) - 8} more" if len(self.names) > 8 else "")
+        return (
+            f"Backward reached no gradient of {shown} on at least one rank, in the step under way; no weight was changed by"
+            " it. Expected all parameters to be used in `training_step` and to contribute to the loss. If some are unused"
+            " on purpose, use `FTStrategy(find_unused_parameters=True)` or set `requires_grad=False` on them."
+        )

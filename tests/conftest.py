@@ -80,6 +80,7 @@ class Training:
                 known = samples.setdefault((record["epoch"], record["ticket"]), record["samples"])
                 assert known == record["samples"], "two ranks see different samples in one ticket"
         steps = {event["step"]: event for event in self.of("step")}
+        steps |= {-event["batch"]: event for event in self.of("accumulated")}
         trained: dict[int, Counter[int]] = {epoch: Counter() for epoch in range(max_epochs)}
         for event in steps.values():
             for tickets in event["tickets"].values():

@@ -13,6 +13,7 @@ from typing import Any
 
 Event = Mapping[str, Any]
 Process = tuple[int, int]  # slot, incarnation
+Place = tuple[str, int, int]  # ("step", its number, 0) or ("accumulated", epoch, batch)
 _CONTENT = ("epoch", "tickets", "members")
 
 
@@ -174,47 +175,55 @@ def audit(events: Iterable[Event]) -> Audit:
 
     """
     by_kind: dict[str, list[Event]] = {}
+    records: list[Event] = []
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)
-    records = by_kind.get("step", [])
-    timeline = _Timeline(records, by_kind.get("generation", []), by_kind.get("fault", []))
+        if event["event"] in ("step", "accumulated"):
+            records.append(event)
+    timeline = _Timeline(by_kind.get("step", []), by_kind.get("generation", []), by_kind.get("fault", []))
     died = {_process(event) for event in by_kind.get("exit", []) if event["code"] != 0}
-    contents, conflicts = _contents(records, died)
-    steps = sorted(contents)
+    contents, different = _contents(records, died)
+    steps = sorted(number for kind, number, _ in contents if kind == "step")
+    conflicts = (number for kind, number, _ in different if kind == "step")
     return Audit(
         epochs=_audit_epochs(contents.values(), by_kind.get("epoch", [])),
         deaths=tuple(timeline.death(exit) for exit in by_kind.get("exit", []) if exit["code"] != 0 or exit["member"]),
         joins=tuple(timeline.join(joined) for joined in by_kind.get("joined", [])),
         generations=tuple(_generation(event) for event in by_kind.get("generation", []) if event["slot"] is None),
         steps=tuple(steps),
-        steps_lost=tuple(sorted(set(range(steps[0], steps[-1])) - contents.keys())) if steps else (),
+        steps_lost=tuple(sorted(set(range(steps[0], steps[-1])) - set(steps))) if steps else (),
         conflicts=tuple(sorted(conflicts)),
         median_step=timeline.median,
         exit_code=next((event["code"] for event in by_kind.get("finish", [])), None),
     )
 
 
-def _contents(records: Iterable[Event], died: Set[Process]) -> tuple[dict[int, Event], set[int]]:
+def _contents(records: Sequence[Event], died: Set[Process]) -> tuple[dict[Place, Event], set[Place]]:
     """What each step contained, and the steps of which the ranks that went on say different things.
 
-    A rank may die after it committed a step that the survivors had not completed yet: they reduce it again, among
-    themselves, and that is the step which the training went on from. So what a rank says of its last step before it died
-    only counts if nobody else knows the step.
+    A rank may die after it completed a reduction that the survivors had not completed yet: they run it again, among
+    themselves, and that is what the training went on from. So what a rank says of its last batch before it died only
+    counts if nobody else knows of it. Batches that were only accumulated are listed like steps.
     """
-    by_step: dict[int, list[Event]] = {}
-    last: dict[Process, int] = {}
-    for record in records:
-        by_step.setdefault(record["step"], []).append(record)
-        last[_process(record)] = max(record["step"], last.get(_process(record), 0))
-    contents: dict[int, Event] = {}
-    conflicts: set[int] = set()
-    for step, told in by_step.items():
-        went_on = [record for record in told if last[_process(record)] > step or _process(record) not in died]
-        counting = went_on or told[-1:]
-        contents[step] = counting[0]
+    told: dict[Place, list[tuple[int, Event]]] = {}
+    last_batch: dict[Process, int] = {}
+    for index, record in enumerate(records):
+        told.setdefault(_place(record), []).append((index, record))
+        if any(record.get("tickets", {}).values()):
+            last_batch[_process(record)] = index
+    contents: dict[Place, Event] = {}
+    conflicts: set[Place] = set()
+    for place, by_index in told.items():
+        went_on = [r for i, r in by_index if _process(r) not in died or i < last_batch.get(_process(r), 0)]
+        counting = went_on or [by_index[-1][1]]
+        contents[place] = counting[0]
         if any(counting[0].get(field) != record.get(field) for record in counting for field in _CONTENT):
-            conflicts.add(step)
+            conflicts.add(place)
     return contents, conflicts
+
+
+def _place(record: Event) -> Place:
+    return ("step", record["step"], 0) if record["event"] == "step" else ("accumulated", record["epoch"], record["batch"])
 
 
 def _tells_of(slot: int, change: Event) -> bool:

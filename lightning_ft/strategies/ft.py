@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ft.elastic.collectives import Collectives
@@ -40,6 +40,7 @@ from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.startup import StartupRecord
+from lightning_ft.strategies.step_checks import agree_on_loss, check_all_used
 from lightning_ft.strategies.training_data import TrainingData
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -61,6 +62,8 @@ class FTStrategy(ParallelStrategy):
             is taken for hung and excluded. Default: 30 minutes.
         spares: Processes that are kept waiting at the Trainer call to take a dead rank's place at once; without them a
             rank's next process first runs the script up to there.
+        find_unused_parameters: Whether a step may leave parameters without a gradient. If not, automatic optimization
+            raises when one does, as ``ddp`` would; finding them costs nothing here.
         supervision: The rarer options of the supervisor.
 
     Raises:
@@ -82,6 +85,7 @@ class FTStrategy(ParallelStrategy):
         min_replicas: int = 1,
         timeout: timedelta | float | None = None,
         spares: int = 0,
+        find_unused_parameters: bool = False,
         supervision: SupervisionOptions | None = None,
     ) -> None:
         super().__init__()
@@ -95,6 +99,7 @@ class FTStrategy(ParallelStrategy):
             spares=spares,
         )
         self._timeout = timedelta(seconds=seconds)
+        self._find_unused_parameters = find_unused_parameters
         self.num_nodes = 1
         self.engine: Engine = SoloEngine()
         self.collectives = Collectives(self.engine)
@@ -242,6 +247,7 @@ class FTStrategy(ParallelStrategy):
             self._reducer = GradientReducer(self.model.parameters(), self.engine)
             self._live.reducer = self._reducer
             self._live.buffers = BufferSync(self.model, self.collectives)
+            self._live.on_batch_end, self._live.may_pause = self._end_batch, lambda: not self._micro_batches
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -354,7 +360,10 @@ class FTStrategy(ParallelStrategy):
 
     def _before_forward(self) -> None:
         if self._live is not None and self._live.buffers is not None:
-            self._live.buffers.before_forward(synchronize_gradients=self._synchronize_gradients)
+            # In manual optimization `ddp` sends buffers before the first batch only.
+            assert self.lightning_module is not None
+            synchronize = self._synchronize_gradients and self.lightning_module.automatic_optimization
+            self._live.buffers.before_forward(synchronize_gradients=synchronize)
 
     @contextmanager
     @override
@@ -398,12 +407,14 @@ class FTStrategy(ParallelStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        output = super().optimizer_step(
-            optimizer, self._reducing(closure) if self._is_automatic else closure, model, **kwargs
-        )
+        if self._is_automatic:
+            closure = self._reducing(closure)
+        if isinstance(optimizer, LBFGS):  # decides by the loss how often it calls the closure, and how far it goes
+            closure = agree_on_loss(closure, self.collectives)
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._live is not None
         step = self._live.trainer.global_step + 1
-        self.events.emit("step", step=step, **self._live.committed)
+        self._live.commits.stepped(step)
         self.engine.report_progress(step)
         return output
 
@@ -436,7 +447,9 @@ class FTStrategy(ParallelStrategy):
     def _arm(self) -> None:
         assert self._reducer is not None
         assert self._live is not None
-        self._reducer.arm(sum(self._micro_batches), len(self._micro_batches), stop=self._live.preemption.asked)
+        weight, total = sum(self._micro_batches), len(self._micro_batches)
+        label = f"gradients of batch {self._live.batch}"
+        self._reducer.arm(weight, total, stop=self._live.preemption.asked, label=label)
 
     def _finish_reduction(self) -> Reduced:
         assert self._reducer is not None
@@ -445,9 +458,23 @@ class FTStrategy(ParallelStrategy):
         if not reduced.contributors and self._is_automatic:  # also not those of batches that do not count
             for parameter in self._reducer.parameters:
                 parameter.grad = None
-        self._live.after_reduction(reduced)
         self._micro_batches.clear()
+        if self._is_automatic and not self._find_unused_parameters:
+            assert self.lightning_module is not None
+            check_all_used(self.lightning_module, reduced.unused)
+        self._live.after_reduction(reduced)
         return reduced
+
+    def _end_batch(self) -> None:
+        """Collective. Let a batch that averaged no gradients in manual optimization be a step boundary all the same."""
+        live, reducer = self._live, self._reducer
+        assert live is not None
+        assert reducer is not None
+        if self._is_automatic or live.has_reduced:
+            return
+        if not self._micro_batches or live.is_last_batch:
+            label = f"end of batch {live.batch} without gradients"
+            live.after_reduction(reducer.agree(stop=live.preemption.asked, label=label))
 
     # Collectives.
 

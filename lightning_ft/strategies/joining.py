@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch import Tensor
 
 from lightning_ft.strategies import changing_modules
 
@@ -36,6 +37,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "checkpoint": checkpoint,
         "groups": changing_modules.describe_groups(trainer.lightning_module, trainer.optimizers),
         "flags": changing_modules.describe_flags(trainer.lightning_module),
+        "gradients": _accumulated_gradients(trainer.lightning_module),
         "random": _collect_rng_states(include_cuda=False),
         "callbacks": [_private_notes(callback) for callback in _callbacks(trainer)],
         "results": [_describe_result(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()],
@@ -90,11 +92,22 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
         _register_result(trainer, description)
     trainer.should_stop = state["should_stop"]
     trainer.fit_loop._last_train_dl_reload_epoch = state["last_reload_epoch"]
+    parameters = dict(trainer.lightning_module.named_parameters())
+    for name, gradient in state["gradients"].items():
+        parameters[name].grad = gradient.to(parameters[name].device)
     _set_rng_states(state["random"])
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
     return trainer.callbacks  # type: ignore[attr-defined,no-any-return]
+
+
+def _accumulated_gradients(pl_module: LightningModule) -> dict[str, Tensor]:
+    """Averages that manual optimization has not applied yet, the same on all ranks; automatic optimization keeps none."""
+    if pl_module.automatic_optimization:
+        return {}
+    named = pl_module.named_parameters()
+    return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
 
 
 def _private_notes(callback: Callback) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_ft.elastic.engine import Change, Engine
 from lightning_ft.events.log import EventLog
 from lightning_ft.strategies import changing_modules, joining, leadership
 from lightning_ft.strategies.buffers import BufferSync
+from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.ghost import ghost_step
@@ -55,8 +56,13 @@ class LiveTraining:
         self.loader: TrainLoader | None = None
         self.reducer: GradientReducer | None = None
         self.buffers: BufferSync | None = None
-        self.committed: dict[str, Any] = {}
-        """What the step under way commits: its epoch, its tickets by slot, the slots in its average."""
+        self.commits = Commits(events)
+        self.batch = 0
+        """Number of the batch under way in this call, the same on all ranks."""
+        self.has_reduced = False
+        """Whether gradients were averaged in the batch under way."""
+        self.may_pause: Callable[[], bool] = lambda: True
+        self.on_batch_end: Callable[[], None] = lambda: None
         self.trainer = trainer
         self.preemption = Preemption(trainer, engine)
         self._pl_module = pl_module
@@ -69,6 +75,7 @@ class LiveTraining:
         self._pause_agreed = False
         self._own_groups: list[Any] = []
         self._received: dict[str, Any] | None = None
+        self._handed_batch = 0
         self._logger_versions: list[Any] | None = None
 
     @property
@@ -94,6 +101,8 @@ class LiveTraining:
             self._before_batch()
             with self._batch:  # ends a ghost step, if this becomes one
                 advance(data_fetcher)
+                self.on_batch_end()
+                self.commits.end_batch(self.batch)
 
         def end_advance(data_fetcher: Any) -> None:
             if self.preemption.agreed and epoch_loop._should_check_val_fx(data_fetcher):
@@ -113,6 +122,11 @@ class LiveTraining:
         """Whether the batch under way counts; otherwise this rank only keeps the others company."""
         return self.loader is None or self.loader.has_own_batch
 
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch under way is the last one of its epoch."""
+        return self.loader is None or self.loader.remaining_steps == 0
+
     def follow_loader(self, dataloader: object) -> TrainLoader:
         """Collective. Train from ``dataloader``; return what Lightning iterates in its place."""
         assert self.data is not None
@@ -126,6 +140,7 @@ class LiveTraining:
 
     def after_reduction(self, reduced: Reduced) -> None:
         """Take in what all ranks learned from the reduction of the step under way."""
+        self.has_reduced = True
         self._pause_agreed = self._pause_agreed or reduced.join or reduced.hold
         if reduced.stop:
             self.preemption.agree()
@@ -136,8 +151,7 @@ class LiveTraining:
             if isinstance(self.loader, StreamLoader) and self._pause_agreed:
                 self.loader.expect_more()
             set_length(self.trainer, self.loader)
-            members = list(reduced.members)
-            self.committed = {"epoch": self.loader.plan.epoch, "tickets": done, "members": members}
+            self.commits.averaged(self.loader.plan.epoch, done, reduced.members)
 
     def _on_take(self) -> None:
         assert self.loader is not None
@@ -151,6 +165,8 @@ class LiveTraining:
     def _before_batch(self) -> None:
         """Collective. At a batch boundary: enter as a joiner, let joiners in."""
         has_joined = self._received is not None
+        self.batch += 1
+        self.has_reduced = False
         if self._received is not None:
             self._finish_joining(self._received)
         if self._startup.open:
@@ -158,7 +174,7 @@ class LiveTraining:
             if self._logger_versions is None:
                 self._logger_versions = self._collectives.broadcast_object(leadership.logger_versions(self.trainer))
                 leadership.adopt_versions(self.trainer, self._logger_versions)
-        if has_joined or self._pause_agreed:
+        if has_joined or (self._pause_agreed and self.may_pause()):
             self._pause()
         if isinstance(self.loader, StreamLoader):
             self._begin_batch(self.loader)
@@ -169,7 +185,7 @@ class LiveTraining:
         """Collective. Learn who has a batch, and let those in who wait: they may have some when nobody else has."""
         assert self.data is not None
         loader.begin_batch()
-        while self.data.pause_agreed and loader.is_at_step_boundary:
+        while self.data.pause_agreed and loader.is_at_step_boundary and self.may_pause():
             self._pause_agreed = True
             self._pause()
             loader.begin_batch()
@@ -205,6 +221,7 @@ class LiveTraining:
             "slots": sorted({*self._slots, *joined}),
             "logger_versions": self._logger_versions,
             "collectives_inside": None if self.reducer is None else self.reducer.collectives_inside,
+            "batch": self.batch,
             "buffers_due": self.buffers is not None and self.buffers.due,
         }
 
@@ -226,6 +243,7 @@ class LiveTraining:
         assert self.loader is not None
         self._divide_among(state["slots"])
         self.loader.load_handed_out(state["loader"], self._slots)
+        self._handed_batch = state["batch"]
         self._logger_versions = state["logger_versions"]
         leadership.adopt_versions(trainer, state["logger_versions"])
         if self.reducer is not None:
@@ -240,6 +258,7 @@ class LiveTraining:
     def _finish_joining(self, state: dict[str, Any]) -> None:
         self._received = None
         joining.begin_epoch(self.trainer, state, self._own_groups)
+        self.batch = self._handed_batch
         self._engine.enter()
         joining.enter_loop(self.trainer, state)
         if self.loader is not None:

@@ -158,21 +158,22 @@ class GradientReducer:
             if parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def arm(self, weight: int, total: int, *, stop: bool) -> None:
+    def arm(self, weight: int, total: int, *, stop: bool, label: str = "gradients") -> None:
         """Collective. Announce the reduction; the backward pass that follows feeds it.
 
         Args:
             weight: Micro-batches of this window that count.
             total: Micro-batches of this window.
             stop: Whether this rank was asked to end after this step.
+            label: Names the reduction, for the error when ranks are in different ones.
 
         """
-        self._weight, self._total, self._stop = weight, total, stop
+        self._weight, self._label = weight, label
         self._inline = _FLAGS.pack(self._engine.join_wanted, stop, weight, total)
         self._completed = self._engine.completed
         self._armed = True
         if self.collectives_inside is False:
-            self._pending = self._engine.open("gradients", size=self._num_bytes, inline=self._inline)
+            self._pending = self._engine.open(label, size=self._num_bytes, inline=self._inline)
         if self._spare is not None:
             self._buckets, self._spare = self._spare, self._buckets
         # How often a parameter's gradient is added to is learned: in the first step nothing is reduced before backward is
@@ -192,7 +193,7 @@ class GradientReducer:
         """Collective. Return once ``p.grad`` holds the average over the contributing replicas."""
         pending, self._pending, self._armed = self._pending, None, False
         self.collectives_inside = bool(self.collectives_inside) or self._engine.completed != self._completed
-        result = self._engine.run("gradients", self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
+        result = self._engine.run(self._label, self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
         for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
             if flat is not bucket.flat:  # received from a rank that completed this reduction
                 bucket.flat.copy_(flat)
@@ -200,10 +201,13 @@ class GradientReducer:
         if self._buckets and not self._engine.alone:
             self._write_back()
             unused = self._unused(result["contributors"])
-        self._used.clear()
-        return Reduced(
-            tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused
-        )
+        self._used.difference_update(self._parameters)
+        return _learned(result, unused)
+
+    def agree(self, *, stop: bool, label: str) -> Reduced:
+        """Collective. Let the ranks learn what a reduction would tell them, where there is none."""
+        inline = _FLAGS.pack(self._engine.join_wanted, stop, 0, 0)
+        return _learned(self._engine.run(label, self._tell, inline=inline))
 
     def _on_gradient(self, parameter: Parameter) -> None:
         self._used.add(parameter)
@@ -276,8 +280,11 @@ class GradientReducer:
             elif weight != total:  # the mean is over the micro-batches that count, not over all ranks
                 for bucket in self._buckets:
                     bucket.gradients.mul_(total / weight)
+        return {"buckets": [bucket.flat for bucket in self._buckets], **self._tell(exchange)}
+
+    def _tell(self, exchange: Exchange) -> dict[str, Any]:
+        flags = [_FLAGS.unpack(row) for row in exchange.inline]
         return {
-            "buckets": [bucket.flat for bucket in self._buckets],
             "members": list(self._engine.members),
             "contributors": sum(row[2] > 0 for row in flags),
             "join": any(row[0] for row in flags),
@@ -330,6 +337,12 @@ class GradientReducer:
 
 def _are_same(some: list[Parameter], others: list[Parameter]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _learned(result: dict[str, Any], unused: frozenset[Parameter] = frozenset()) -> Reduced:
+    return Reduced(
+        tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused
+    )
 
 
 def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucket]:

@@ -1,0 +1,41 @@
+"""What must be the same on all ranks within an optimizer step, and is not by itself."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lightning_ft.elastic.collectives import Collectives
+from lightning_ft.errors import UnusedParametersError
+
+
+def check_all_used(module: Module, unused: Collection[Parameter]) -> None:
+    """Fail if a parameter that is to be trained got no gradient on some rank; ``unused`` is the same on all ranks.
+
+    Raises:
+        UnusedParametersError: With the names.
+
+    """
+    if unused:
+        names = [name for name, parameter in module.named_parameters() if parameter in unused and parameter.requires_grad]
+        if names:
+            raise UnusedParametersError(names)
+
+
+def agree_on_loss(closure: Callable[[], Any], collectives: Collectives) -> Callable[[], Any]:
+    """Return a closure that returns the mean of the losses of all ranks.
+
+    For optimizers that decide by the loss: where each rank goes by its own, as under ``ddp``, ranks take steps of
+    different lengths, or one of them calls the closure again and waits for the others for ever.
+    """
+
+    def agreed() -> Any:
+        loss = closure()
+        if loss is None:
+            return None
+        mean = collectives.mean(loss if isinstance(loss, Tensor) else torch.tensor(loss))
+        return mean if isinstance(loss, Tensor) else mean.item()
+
+    return agreed
