@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -392,7 +392,8 @@ class FTStrategy(ParallelStrategy):
         if self._synchronize_gradients:
             self._arm()
         loss = closure_loss if live.has_own_batch else closure_loss * 0.0
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        with nullcontext() if live.has_own_batch else reducer.ghost_backward():
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._synchronize_gradients:
             self._finish_reduction()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)

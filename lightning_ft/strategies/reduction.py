@@ -6,13 +6,13 @@ and reduced again among the survivors: its gradient is left out of the average a
 
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
@@ -123,7 +123,7 @@ class GradientReducer:
         self._error: RuntimeError | None = None
         self._seen: dict[Parameter, int] = {}
         self._used: set[Parameter] = set()  # by any backward pass since the last reduction
-        self._accumulated: dict[Parameter, Tensor] = {}
+        self._in_ghost = False
         self._expected: dict[Parameter, int] = {}
         self._changed_late = False
         self.follow(parameters)
@@ -184,9 +184,6 @@ class GradientReducer:
             _UNKNOWN if is_first else sum(self._expected[p] for p in bucket.parameters) for bucket in self._buckets
         ]
         self._seen = dict.fromkeys(self._parameters, 0)
-        # What manual optimization averaged before and did not apply yet. `+ 0.0` so that ranks don't differ in -0.0.
-        accumulated = () if weight else (p for p in self._parameters if p.grad is not None)
-        self._accumulated = {p: p.grad.detach() + 0.0 for p in accumulated if p.grad is not None}
         self._start_over(None)
 
     def finish(self) -> Reduced:
@@ -204,12 +201,28 @@ class GradientReducer:
         self._used.difference_update(self._parameters)
         return _learned(result, unused)
 
+    @contextmanager
+    def ghost_backward(self) -> Iterator[None]:
+        """Let a backward pass leave no trace in ``p.grad``, not even a zero where ranks whose batches count have None."""
+        kept = [(parameter, parameter.grad) for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._in_ghost = True
+        try:
+            yield
+        finally:
+            self._in_ghost = False
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+
     def agree(self, *, stop: bool, label: str) -> Reduced:
         """Collective. Let the ranks learn what a reduction would tell them, where there is none."""
         inline = _FLAGS.pack(self._engine.join_wanted, stop, 0, 0)
         return _learned(self._engine.run(label, self._tell, inline=inline))
 
     def _on_gradient(self, parameter: Parameter) -> None:
+        if self._in_ghost:
+            return
         self._used.add(parameter)
         if not self._armed:
             return  # an inner micro-batch of an accumulation window
@@ -252,15 +265,12 @@ class GradientReducer:
         bucket = self._buckets[len(self._works)]
         bucket.fill(1.0 / size if self._weight else 0.0)
         if bucket.flags.numel():
-            self._set_flags(bucket.flags, self._weight > 0)
+            if not self._weight or self._used.issuperset(self._parameters):
+                bucket.flags.fill_(self._weight > 0)
+            else:
+                bucket.flags[:-1] = torch.tensor([p in self._used for p in self._parameters])
+            bucket.flags[-1] = self._changed_late
         self._works.append(group.allreduce([bucket.flat]))
-
-    def _set_flags(self, flags: Tensor, counts: bool) -> None:
-        if not counts or len(self._used) == len(self._parameters):
-            flags.fill_(counts)
-        else:
-            flags.copy_(torch.tensor([p in self._used for p in self._parameters] + [True]))
-        flags[-1] = self._changed_late
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
         flags = [_FLAGS.unpack(row) for row in exchange.inline]
@@ -275,9 +285,7 @@ class GradientReducer:
                 self._start_over(exchange.group)
                 self._reduce_buckets(exchange.group, exchange.size)
             weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)
-            if weight == 0:
-                self._keep_accumulated(exchange.group)
-            elif weight != total:  # the mean is over the micro-batches that count, not over all ranks
+            if 0 < weight < total:  # the mean is over the micro-batches that count, not over all ranks
                 for bucket in self._buckets:
                     bucket.gradients.mul_(total / weight)
         return {"buckets": [bucket.flat for bucket in self._buckets], **self._tell(exchange)}
@@ -299,23 +307,11 @@ class GradientReducer:
         for work in self._works:
             work.wait()
 
-    def _keep_accumulated(self, group: Group) -> None:
-        """Nobody is left whose gradients count: what was averaged before stays, and nothing is added to it."""
-        if not self._buckets:
-            return
-        for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter in self._accumulated:
-                    view.copy_(self._accumulated[parameter])
-        flags = self._buckets[-1].flags
-        self._set_flags(flags, True)
-        group.allreduce([flags]).wait()
-
     @torch.no_grad()  # with `create_graph=True` gradients have a graph of their own
     def _write_back(self) -> None:
         """Let ``p.grad`` be the average; a parameter that no rank used keeps what it has, as under ``ddp``."""
         is_used: dict[Parameter, bool] | None = None
-        if not self._weight or len(self._used) < len(self._parameters):
+        if not self._weight or not self._used.issuperset(self._parameters):
             is_used = dict(zip(self._parameters, (self._buckets[-1].flags > 0).tolist(), strict=False))
         for bucket in self._buckets:
             pairs = zip(bucket.parameters, bucket.views, strict=True)
@@ -340,9 +336,7 @@ def _are_same(some: list[Parameter], others: list[Parameter]) -> bool:
 
 
 def _learned(result: dict[str, Any], unused: frozenset[Parameter] = frozenset()) -> Reduced:
-    return Reduced(
-        tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused
-    )
+    return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused)
 
 
 def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucket]:

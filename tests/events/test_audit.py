@@ -157,3 +157,34 @@ def test_a_run_without_a_step_has_an_audit() -> None:
 def test_a_long_list_of_tickets_is_cut_in_the_sentence() -> None:
     records = [event("epoch", 0.0, 0, epoch=0, num_tickets=20), step(1.0, 1, 0, {"0": [0]})]
     assert audit(records).problems() == ["Epoch 0 trained 1, 2, 3, 4, 5, 6, 7, 8 and 11 more never."]
+
+
+def test_a_batch_may_make_several_steps_or_none_and_counts_once() -> None:
+    accumulated = event("accumulated", 3.0, 0, batch=3, epoch=0, tickets={"0": [2]}, members=[0])
+    records = [
+        event("epoch", 0.5, 0, epoch=0, num_tickets=3),
+        *(step(1.0, 1, slot, {"0": [0], "1": [1]}) for slot in (0, 1)),
+        *(step(1.1, 2, slot, {"0": [], "1": []}) for slot in (0, 1)),
+        event("exit", 2.5, 1, 0, how="SIGKILL", code=-9, member=True),
+        accumulated,
+        event("finish", 8.0, code=0, error=None),
+    ]
+    found = audit(records)
+    assert found.problems() == []
+    assert found.steps == (1, 2)
+    (problem,) = audit([record for record in records if record is not accumulated]).problems()
+    assert "2 never" in problem
+
+
+def test_both_steps_of_a_rank_that_died_in_a_batch_that_the_others_ran_again_do_not_count() -> None:
+    found = audit(
+        [
+            event("epoch", 0.5, 0, epoch=0, num_tickets=2),
+            *(step(t, number, 1, tickets) for t, number, tickets in ((1.0, 1, {"0": [0], "1": [1]}), (1.1, 2, {}))),
+            event("exit", 1.2, 1, 0, how="SIGKILL", code=-9, member=True),
+            *(step(t, number, 0, {"0": tickets}) for t, number, tickets in ((2.0, 1, [0]), (2.1, 2, []), (3.0, 3, [1]))),
+            event("finish", 8.0, code=0, error=None),
+        ]
+    )
+    assert found.problems() == []
+    assert found.conflicts == ()

@@ -17,7 +17,9 @@ import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
@@ -130,7 +132,8 @@ def make_trainer(options: Options) -> Trainer:
         max_steps=options.max_steps,
         accumulate_grad_batches=options.accumulate,
         gradient_clip_val=options.clip,
-        precision=options.precision,
+        precision=options.precision if options.precision != "16-mixed" else None,
+        plugins=[MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))] if options.precision == "16-mixed" else [],
         val_check_interval=options.val_check_interval,
         logger=[makers[name]() for name in options.loggers],
         callbacks=callbacks,
@@ -149,7 +152,8 @@ def main() -> None:
     options = Options(**json.loads(sys.argv[1])) if len(sys.argv) > 1 else Options()
     seed_everything(7, verbose=False)
     trainer = make_trainer(options)
-    make_model = Model if options.model == "Model" else getattr(import_module("models"), options.model)
+    module, _, name = options.model.rpartition(".")
+    make_model = Model if options.model == "Model" else getattr(import_module(module or "models"), name)
     model = make_model(options.batch_norm, options.dropout)
     training = DataLoader(
         Samples(options.num_samples, seed=1),
