@@ -111,6 +111,8 @@ class StreamLoader:
         return self._length
 
     def __iter__(self) -> "StreamLoader":
+        if self._stream is not None and self._offers is None and self.plan.epoch == self._current_epoch():
+            return self  # asked again before the first batch
         self._offers = None
         if self._resumed:
             self._resumed = False
@@ -196,8 +198,7 @@ class StreamLoader:
         """
         state, self._opened_under = self._opened_under, self._opened_under or random_state()
         with under_random_state(state), self._in_stream():
-            for sampler in (getattr(self.source, "sampler", None), getattr(self.source, "batch_sampler", None)):
-                _set_epoch(sampler, self.plan.epoch)
+            _set_epoch(self.source, self.plan.epoch)
             self._stream = iter(self.source)
             if self._cap != 0:
                 self._read()
@@ -274,8 +275,9 @@ def _limited(length: int, limit: int | float) -> int:
     return min(length, limit) if isinstance(limit, int) else int(length * limit)
 
 
-def _set_epoch(sampler: Any, epoch: int) -> None:
-    for candidate in (sampler, getattr(sampler, "sampler", None)):
+def _set_epoch(source: Any, epoch: int) -> None:
+    sampler, batch_sampler = getattr(source, "sampler", None), getattr(source, "batch_sampler", None)
+    for candidate in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         set_epoch = getattr(candidate, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)

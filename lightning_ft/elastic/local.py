@@ -100,8 +100,10 @@ class LocalEngine:
 
     @property
     def rank(self) -> int:
-        if self._by_slot:
-            return self.slot
+        return self.slot if self._by_slot else self._live_rank
+
+    @property
+    def _live_rank(self) -> int:
         # Not 0 before admission: whoever believes that it is rank 0 writes logs and checkpoints.
         return self._members.index(self.slot) if self.slot in self._members else self.num_slots - 1
 
@@ -135,7 +137,7 @@ class LocalEngine:
     def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
         group = None if self.alone else self._group
         header = pack_header(self._sequence, size, label, inline)
-        rank, count = (0, 1) if self.alone else (self.rank, len(self._members))
+        rank, count = (0, 1) if self.alone else (self._live_rank, len(self._members))
         self._opened = PendingExchange(group, rank, count, header)
         return self._opened
 

@@ -31,13 +31,14 @@ class EvaluationShards:
         """Shard the next pass over ``world_size`` ranks; a pass under way keeps its shards."""
         for sampler in self._samplers:
             if sampler.num_replicas != world_size or sampler.rank != rank:
-                _reshard(sampler, rank, world_size)
+                reshard(sampler, rank, world_size)
         loop = trainer.fit_loop.epoch_loop.val_loop
         if loop._combined_loader is not None and loop._max_batches:
             _count_batches(trainer, loop)
 
 
-def _reshard(sampler: DistributedSampler[Any], rank: int, world_size: int) -> None:
+def reshard(sampler: DistributedSampler[Any], rank: int, world_size: int) -> None:
+    """Have ``sampler`` yield the share of one rank, as if it had been made for it."""
     sampler.num_replicas, sampler.rank = world_size, rank
     if hasattr(sampler, "total_size") and type(sampler).__name__.startswith("Unrepeated"):
         length = len(sampler.dataset)  # type: ignore[arg-type]

@@ -233,6 +233,8 @@ class FTStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
         self._live.data = TrainingData(trainer, self.engine, self._startup, self.broadcast)
+        if not isinstance(self.engine, SoloEngine):
+            self._live.data.watch_source()
         if not self.engine.alone:
             self._live.agree_on_slots()
         self._live.preemption.listen()
@@ -289,16 +291,6 @@ class FTStrategy(ParallelStrategy):
             self._live.shards.add(dataloader)
             return dataloader
         return self._live.follow_loader(dataloader)
-
-    @override
-    def on_train_start(self) -> None:
-        assert self._live is not None
-        combined = self._live.trainer.fit_loop._combined_loader
-        if combined is not None and len(combined.flattened) > 1 and not isinstance(self.engine, SoloEngine):
-            raise MisconfigurationException(
-                f"`FTStrategy` got {len(combined.flattened)} training dataloaders: expected 1. Combine the datasets, for"
-                " example with `torch.utils.data.ConcatDataset`."
-            )
 
     @property
     @override
@@ -437,6 +429,9 @@ class FTStrategy(ParallelStrategy):
             reduced = self._reduced
             if reduced is None:
                 self._micro_batches.append(False)
+                assert self._reducer is not None
+                assert self.model is not None
+                self._reducer.follow(self.model.parameters())
                 self._arm()
                 reduced = self._finish_reduction()
             if not reduced.contributors:

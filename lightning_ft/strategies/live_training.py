@@ -127,16 +127,17 @@ class LiveTraining:
         """Whether the batch under way is the last one of its epoch."""
         return self.loader is None or self.loader.remaining_steps == 0
 
-    def follow_loader(self, dataloader: object) -> TrainLoader:
+    def follow_loader(self, dataloader: object) -> object:
         """Collective. Train from ``dataloader``; return what Lightning iterates in its place."""
         assert self.data is not None
-        loader = self.data.make_loader(dataloader)
-        loader.deferred = self._engine.alone
-        if isinstance(loader, ElasticLoader) and not self._engine.alone:
-            loader.live = self._slots
-        loader.on_take = self._on_take
-        self.loader = loader
-        return loader
+        replacement, loader = self.data.make_loader(dataloader)
+        if loader is not None:
+            loader.deferred = self._engine.alone
+            if isinstance(loader, ElasticLoader) and not self._engine.alone:
+                loader.live = self._slots
+            loader.on_take = self._on_take
+            self.loader = loader
+        return replacement
 
     def after_reduction(self, reduced: Reduced) -> None:
         """Take in what all ranks learned from the reduction of the step under way."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -12,6 +13,8 @@ from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange
+from lightning_ft.strategies.evaluation import reshard
+from lightning_ft.strategies.joint_loaders import JointLoaders
 from lightning_ft.strategies.startup import StartupRecord
 
 TrainLoader = ElasticLoader | StreamLoader
@@ -33,30 +36,72 @@ class TrainingData:
         self._engine = engine
         self._startup = startup
         self._broadcast = broadcast
+        self._joint: JointLoaders | None = None
         self.pause_agreed = False
         """Whether the ranks learned, when they told each other what batches they have, that somebody waits to join."""
 
-    def make_loader(self, dataloader: Any) -> TrainLoader:
-        """Collective. Return what this rank iterates in place of ``dataloader``."""
-        slot = self._engine.slot
-        limit = 1.0 if self._trainer.limit_train_batches is None else self._trainer.limit_train_batches
-        if _has_shared_order(dataloader):
-            loader = ElasticLoader(
-                dataloader, slot, self._engine.num_slots, self._current_epoch, agree=self._agree_on_order, limit=limit
-            )
-            _auto_add_worker_init_fn(loader, slot)
-            return loader
-        _auto_add_worker_init_fn(dataloader, slot)
+    def watch_source(self) -> None:
+        """Note what the user's code returns as training data, before Lightning takes it apart."""
+        source = self._trainer.fit_loop._data_source
+        request = type(source).dataloader.__get__(source)
+
+        def request_combined() -> CombinedLoader:
+            with self._engine.numbered_by_slot():  # what depends on the rank must be the same in its next incarnation
+                loaders = request()
+            combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+            self._joint = JointLoaders(combined) if len(combined.flattened) > 1 else None
+            return combined
+
+        source.dataloader = request_combined  # type: ignore[method-assign]
+
+    def make_loader(self, dataloader: Any) -> tuple[Any, TrainLoader | None]:
+        """Collective. Return what Lightning iterates in place of ``dataloader``, and what this rank trains from.
+
+        The latter is None while further loaders are to come.
+        """
+        if self._joint is None and _has_shared_order(dataloader):
+            elastic = self._make_elastic(dataloader)
+            return elastic, elastic
+        self._pin_to_slot(dataloader)
+        if self._joint is None:
+            stream = self._make_stream(dataloader)
+            return stream, stream
+        part = self._joint.add(dataloader)
+        if self._joint.is_complete:
+            self._joint.stream = self._make_stream(self._joint.batches())
+        return part, self._joint.stream
+
+    def _make_elastic(self, dataloader: Any) -> ElasticLoader:
+        slot, num_slots = self._engine.slot, self._engine.num_slots
+        loader = ElasticLoader(
+            dataloader, slot, num_slots, self._current_epoch, agree=self._agree_on_order, limit=self._limit
+        )
+        _auto_add_worker_init_fn(loader, slot)
+        return loader
+
+    def _make_stream(self, source: Any) -> StreamLoader:
         return StreamLoader(
-            dataloader,
-            slot,
+            source,
+            self._engine.slot,
             self._engine.num_slots,
             self._current_epoch,
             exchange=self._exchange_offers,
-            lengths=self._agree_on_lengths(sized_len(dataloader)),
-            limit=limit,
+            lengths=self._agree_on_lengths(sized_len(source)),
+            limit=self._limit,
             in_stream=self._engine.numbered_by_slot,
         )
+
+    def _pin_to_slot(self, dataloader: Any) -> None:
+        """Seed the workers by the slot, and have a sampler that Lightning made deal to slots: a rank may change."""
+        _auto_add_worker_init_fn(dataloader, self._engine.slot)
+        if self._trainer._accelerator_connector.use_distributed_sampler:
+            for sampler in _samplers(dataloader):
+                reshard(sampler, self._engine.slot, self._engine.num_slots)
+
+    @property
+    def _limit(self) -> int | float:
+        limit = self._trainer.limit_train_batches
+        return 1.0 if limit is None else limit
 
     def _current_epoch(self) -> int:
         return self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined,no-any-return]
@@ -95,3 +140,9 @@ def _has_shared_order(dataloader: object) -> bool:
         and not isinstance(dataloader.dataset, IterableDataset)
         and isinstance(dataloader.sampler, DistributedSampler)
     )
+
+
+def _samplers(dataloader: object) -> list[DistributedSampler[Any]]:
+    batch_sampler = getattr(dataloader, "batch_sampler", None)
+    found = (getattr(dataloader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    return [sampler for sampler in found if isinstance(sampler, DistributedSampler)]

@@ -50,6 +50,36 @@ def test_even_streams_train_as_under_ddp(source: str, options: dict[str, Any], t
     assert ours.results == theirs.results
 
 
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("joint:max_size_cycle", {"workers": 1, "trainer": {"accumulate_grad_batches": 2}}),
+        ("joint:min_size", {"dropout": 0.3}),
+        ("joint:max_size", {"trainer": {"limit_train_batches": 4}}),
+        ("whole", {"trainer": {"use_distributed_sampler": False}}),
+    ],
+)
+def test_several_loaders_and_unsharded_ones_train_as_under_ddp(
+    source: str, options: dict[str, Any], train_on_streams: Callable[..., Any]
+) -> None:
+    ours, theirs = (
+        train_on_streams(strategy=strategy, devices=2, counts=[40, 14], source=source, **options)
+        for strategy in ("FTStrategy", "ddp")
+    )
+    check(ours)
+    assert ours.results == theirs.results
+
+
+def test_several_loaders_go_on_where_a_dead_rank_was(train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [Fault(kind="kill", slot=1, point="forward", step=2), Fault(kind="kill", slot=0, point="forward", step=7)]
+    )
+    training = train_on_streams(plan, devices=2, counts=[40, 24], source="joint:max_size_cycle", ft={"min_replicas": 2})
+    check(training, plan)
+    for epoch in training.trained_samples(2):
+        assert Counter(sample for sample in epoch.elements() if sample < 1000) == Counter(range(40))
+
+
 def test_uneven_streams_are_each_trained_once_whoever_dies(train_on_streams: Callable[..., Any]) -> None:
     plan = FaultPlan(
         [

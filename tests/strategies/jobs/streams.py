@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -73,14 +74,24 @@ class Collate:
 
 
 def make_loader(options: Options) -> Any:
-    dataset = Stream(options.counts, sized=options.source == "sized")
+    kind, _, mode = options.source.partition(":")
+    if kind == "joint":  # of the first loader, all ranks have a part; the second one is shorter
+        a, b = options.counts
+        loaders = {"a": shuffled(range(a), options), "b": shuffled(range(1000, 1000 + b), options)}
+        return CombinedLoader(loaders, mode)
+    if kind == "whole":
+        return shuffled(range(options.counts[0]), options)
     loader = DataLoader(
-        dataset,
+        Stream(options.counts, sized=kind == "sized"),
         batch_size=options.batch_size,
         num_workers=options.workers,
         collate_fn=Collate(options.none, options.batch_size),
     )
-    return Batches(loader) if options.source == "custom" else loader
+    return Batches(loader) if kind == "custom" else loader
+
+
+def shuffled(numbers: range, options: Options) -> DataLoader[int]:
+    return DataLoader(numbers, options.batch_size, shuffle=True, num_workers=options.workers)  # type: ignore[arg-type]
 
 
 class Batches:
@@ -116,18 +127,21 @@ class Model(LightningModule):
         inputs = torch.stack([batch % 1000, batch // 1000], dim=1) / 100
         return (self.net(inputs) - 1).square().mean()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
-        loss = self._loss(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        parts = [part for part in (batch.values() if isinstance(batch, dict) else [batch]) if part is not None]
+        loss = torch.stack([self._loss(part) for part in parts]).sum()
         self.log("loss", loss, sync_dist=True)
-        rank, index = divmod(int(batch[0]), 1000)
+        samples = torch.cat(parts).tolist()
         if getattr(self.trainer.strategy, "has_own_batch", True):
-            self._record(batch.tolist())
+            self._record(samples)
+        rank, index = divmod(samples[0], 1000)
         return None if index // self.options.batch_size in self.options.skip.get(str(rank), []) else loss
 
     def _record(self, samples: list[int]) -> None:
         """Write down which samples a ticket consists of, before it is trained."""
         self.trained.append([self.current_epoch, samples])
-        ticket = getattr(self.trainer.train_dataloader, "ticket", None)
+        loader = self.trainer.train_dataloader
+        ticket = getattr(loader["a"] if isinstance(loader, dict) else loader, "ticket", None)
         with open(f"samples_{os.getpid()}.jsonl", "a") as file:
             file.write(json.dumps({"epoch": self.current_epoch, "ticket": ticket, "samples": samples}) + "\n")
 
