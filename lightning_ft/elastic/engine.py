@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.exchange import Exchange, Interrupted, PendingExchange, pack_header
 
 Result = TypeVar("Result")
@@ -43,6 +44,7 @@ class Engine(Protocol):
     incarnation: int
     num_slots: int
     on_change: Callable[[Change], None]
+    activity: Activity
 
     @property
     def rank(self) -> int:
@@ -153,6 +155,7 @@ class SoloEngine:
 
     def __init__(self) -> None:
         self.on_change: Callable[[Change], None] = lambda change: None
+        self.activity = Activity()
 
     def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
         return PendingExchange(None, 0, 1, pack_header(0, size, label, inline))

@@ -5,7 +5,6 @@ gloo is the one that exists. NCCL fits in as another :class:`Groups`: its ``inte
 
 import ctypes
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,8 +16,9 @@ from torch.distributed import PrefixStore, ProcessGroup
 
 from lightning_ft.elastic import sockets
 from lightning_ft.elastic._torch_compat import connect_store, create_gloo_group
+from lightning_ft.elastic.vigil import SLICE, Vigil
 
-_SLICE = timedelta(milliseconds=50)
+_SLICE = timedelta(seconds=SLICE)
 _CONNECT_TIMEOUT = timedelta(seconds=20)
 
 
@@ -48,8 +48,8 @@ class Group(Protocol):
 class Groups(Protocol):
     """Makes one group a generation, and breaks it off."""
 
-    def create(self, generation: int, rank: int, size: int, is_over: Callable[[], bool]) -> Group:
-        """Connect the members of ``generation``; ``is_over`` says whether a newer one superseded it."""
+    def create(self, rank: int, size: int, vigil: Vigil) -> Group:
+        """Connect the members of a generation, and wait in it as ``vigil`` says."""
 
     def interrupt(self, generation: int) -> None:
         """Make whatever waits inside ``generation`` in this process raise soon; called from another thread."""
@@ -67,21 +67,20 @@ class GlooGroups:
     Args:
         host: Host of the store.
         port: Port of the store.
-        timeout: Bound of each operation of a group.
 
     """
 
-    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
+    def __init__(self, host: str, port: int) -> None:
         self._host = host
         self._port = port
-        self._timeout = timeout
         self._retired: list[GlooGroup] = []
 
-    def create(self, generation: int, rank: int, size: int, is_over: Callable[[], bool]) -> "GlooGroup":
-        """Connect the members of ``generation``."""
+    def create(self, rank: int, size: int, vigil: Vigil) -> "GlooGroup":
+        """Connect the members of a generation."""
         # In a thread that can be left behind: a peer that dies between "go" and its own set-up leaves the others waiting
         # for its address or its connection, and nothing wakes them up before gloo's own timeout.
         connected: Future[ProcessGroup] = Future()
+        generation = vigil.generation
 
         def connect() -> None:
             try:
@@ -92,10 +91,11 @@ class GlooGroups:
                 connected.set_exception(error)
 
         threading.Thread(target=connect, name=f"lightning-ft-connect-{generation}", daemon=True).start()
-        while not wait([connected], timeout=_SLICE.total_seconds()).done:
-            if is_over():
-                raise RuntimeError("A newer generation came while this one connected.")
-        return GlooGroup(connected.result(), is_over, self._timeout)
+        while not wait([connected], timeout=SLICE).done:
+            vigil.still_waiting("connections")
+        group = connected.result()
+        vigil.arrived()
+        return GlooGroup(group, vigil)
 
     def interrupt(self, generation: int) -> None:
         """Shut down the sockets of ``generation``."""
@@ -118,15 +118,14 @@ class GlooGroup:
 
     Args:
         group: The process group.
-        is_over: Whether a newer generation superseded this one.
-        timeout: Bound of each operation.
+        vigil: How to wait in it.
 
     """
 
-    def __init__(self, group: ProcessGroup, is_over: Callable[[], bool], timeout: timedelta) -> None:
+    def __init__(self, group: ProcessGroup, vigil: Vigil) -> None:
         self._group = group
-        self._is_over = is_over
-        self._timeout = timeout
+        self._vigil = vigil
+        self._timeout = timedelta(seconds=vigil.timeout)
         self._works: list[dist.Work] = []
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
@@ -156,15 +155,15 @@ class GlooGroup:
     def _begin(self, work: dist.Work) -> "_SlicedWork":
         self._works = [work for work in self._works if not work.is_completed()]
         self._works.append(work)
-        return _SlicedWork(work, self._is_over)
+        return _SlicedWork(work, self._vigil)
 
 
 class _SlicedWork:
     """Waits in slices: gloo does not wake up a send whose own write met the shut-down socket."""
 
-    def __init__(self, work: dist.Work, is_over: Callable[[], bool]) -> None:
+    def __init__(self, work: dist.Work, vigil: Vigil) -> None:
         self._work = work
-        self._is_over = is_over
+        self._vigil = vigil
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -173,9 +172,10 @@ class _SlicedWork:
         while True:
             try:
                 self._work.wait(_SLICE)
-                return
-            except RuntimeError as error:
+                break
+            except RuntimeError:
                 if self._work.is_completed():
-                    raise
-                if self._is_over():
-                    raise RuntimeError("A newer generation came while this operation waited for its peers.") from error
+                    self._work.wait(_SLICE)  # raises if it failed; it may have succeeded just after the slice ended
+                    break
+            self._vigil.still_waiting("its peers in an operation")
+        self._vigil.arrived()

@@ -17,6 +17,7 @@ from lightning_ft.elastic.exchange import Exchange
 from lightning_ft.elastic.groups import Group
 from lightning_ft.elastic.state_codec import encode
 from lightning_ft.elastic.transfer import StateServer, receive_state
+from lightning_ft.elastic.vigil import Vigil
 from lightning_ft.errors import ReconfigurationError
 from lightning_ft.events.log import EventLog
 
@@ -64,32 +65,27 @@ class Leveling:
 
     Args:
         group: Connects them.
-        generation: Number of the generation.
         members: Their slots, by rank.
         rank: This rank.
         events: Where it is recorded.
-        is_over: Whether a newer generation superseded this one.
-        timeout: Seconds to wait for another rank.
+        vigil: How to wait in it.
 
     """
 
     def __init__(
         self,
         group: Group,
-        generation: int,
         members: tuple[int, ...],
         rank: int,
         events: EventLog,
-        is_over: Callable[[], bool],
-        timeout: float,
+        vigil: Vigil,
     ) -> None:
         self._exchange = Exchange(group, rank, len(members), [])
-        self._generation = generation
+        self._generation = vigil.generation
         self._members = members
         self._rank = rank
         self._events = events
-        self._is_over = is_over
-        self._timeout = timeout
+        self._vigil = vigil
 
     def run(self, mine: Standing, last: Any, provide_state: ProvideState | None) -> Outcome:
         """Collective. Return once all members are level.
@@ -105,7 +101,7 @@ class Leveling:
 
         """
         outcome = Outcome()
-        with StateServer(self._generation, self._is_over) as server:
+        with StateServer(self._vigil) as server:
             row = torch.tensor([mine.sequence, mine.joining, mine.at_top, server.port, server.token])
             rows = [row.tolist() for row in self._exchange.all_gather(row)]
             table = [Standing(row[0], bool(row[1]), bool(row[2])) for row in rows]
@@ -136,9 +132,9 @@ class Leveling:
             raise ReconfigurationError(self._generation, 1, reason)
         source = next(r for r in settled if table[r].sequence == ahead)
         if self._rank == source and behind:
-            server.send(encode(last), len(behind), self._timeout)
+            server.send(encode(last), len(behind))
         elif self._rank in behind:
-            outcome.replay = (receive_state(self._generation, *ports[source], self._timeout),)
+            outcome.replay = (receive_state(self._vigil, *ports[source]),)
 
     def _hand_out(
         self,
@@ -162,7 +158,7 @@ class Leveling:
             assert provide_state is not None
             self._send_state(outcome.joined, len(joiners), provide_state, server)
         elif self._rank in joiners:
-            received = receive_state(self._generation, *ports[source], self._timeout)
+            received = receive_state(self._vigil, *ports[source])
             if received["error"]:
                 reason = f"rank {source} could not collect the state:\n{received['error']}"
                 raise ReconfigurationError(self._generation, 1, reason)
@@ -180,7 +176,7 @@ class Leveling:
             error = "".join(traceback.format_exception(exception))
             log.exception("The state for slots %s could not be collected.", joined)
         encoded = encode({"joined": joined, "state": state, "error": error})
-        server.send(encoded, count, self._timeout)
+        server.send(encoded, count)
         elapsed = round(1e3 * (time.monotonic() - started), 2)
         num_bytes = len(encoded.header) + sum(storage.numel() for storage in encoded.storages)
         self._events.emit("handed_out", to=joined, bytes=num_bytes, ms=elapsed)

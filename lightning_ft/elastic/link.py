@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_ft.elastic.protocol import (
+    Answer,
     Assign,
     Death,
     Enter,
@@ -20,7 +21,7 @@ from lightning_ft.errors import CollectiveTimeoutError, StoppedError, Supervisor
 
 log = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
+Wanted = TypeVar("Wanted")
 
 
 class SupervisorLink:
@@ -30,12 +31,16 @@ class SupervisorLink:
         environment: Who this rank is and where its supervisor is.
         on_superseded: Called on the listening thread, again and again, with the number of a generation that this rank
             still uses though it is over; must return at once.
+        answer: Called on the listening thread when the supervisor asks what the training thread does.
 
     """
 
-    def __init__(self, environment: RankEnvironment, on_superseded: Callable[[int], None]) -> None:
+    def __init__(
+        self, environment: RankEnvironment, on_superseded: Callable[[int], None], answer: Callable[[], Answer]
+    ) -> None:
         self._channel = connect(environment.supervisor)
         self._on_superseded = on_superseded
+        self._answer = answer
         self._changed = threading.Condition()
         self._generation: Generation | None = None
         self._dead: list[Death] = []  # in generations that this rank did not wait for: a newer one came first
@@ -117,7 +122,7 @@ class SupervisorLink:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
 
-    def _wait(self, answer: Callable[[], Answer | None], timeout: float | None, what: str) -> Answer:
+    def _wait(self, answer: Callable[[], Wanted | None], timeout: float | None, what: str) -> Wanted:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:
@@ -137,7 +142,10 @@ class SupervisorLink:
         try:
             while messages := self._channel.receive():
                 for message in messages:
-                    self._take(message)
+                    if message["type"] == "query":
+                        self._channel.send(self._answer())
+                    else:
+                        self._take(message)
                 self._interrupt_superseded()
         except Exception as error:  # a rank that no longer listens must not go on as if it did
             lost = f"listening to it failed: {error!r}"

@@ -10,13 +10,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from lightning_ft.elastic._torch_compat import connect_store
+from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.engine import Change
 from lightning_ft.elastic.exchange import INTERRUPT, Exchange, Interrupted, PendingExchange, pack_header
 from lightning_ft.elastic.groups import GlooGroups, Group, Groups
@@ -25,6 +26,7 @@ from lightning_ft.elastic.link import SupervisorLink
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import NO_SLOT, Generation, RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
+from lightning_ft.elastic.vigil import Vigil
 from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError
 from lightning_ft.events.log import EventLog
 
@@ -36,6 +38,7 @@ _of_process: "LocalEngine | None" = None
 _SUPERVISOR_SECONDS = 30.0
 _INTERRUPTED = {"interrupted": True}  # in place of the result of the operation
 _PROGRESS_INTERVAL = 0.05  # seconds; the supervisor wakes up for each report
+_LONGEST_UNTOLD_WAIT = 1.0
 
 
 class LocalEngine:
@@ -45,7 +48,7 @@ class LocalEngine:
         environment: What the supervisor told this rank.
         policy: What the user asked of the supervisor.
         events: Where membership changes are recorded.
-        timeout: Bound of every wait for other ranks.
+        timeout: When a wait for other ranks ends by itself; the supervisor is to end whoever is waited for before.
         groups: Makes the process groups; gloo over loopback by default.
 
     """
@@ -67,12 +70,13 @@ class LocalEngine:
         self.alone = True
         self.events = events
         self._timeout = timeout.total_seconds()
-        # Longer than the supervisor takes to end a rank that hangs: that is what this rank may be waiting for.
-        self._patience = 3 * self._timeout + _SUPERVISOR_SECONDS
+        self._patience = self._timeout + _SUPERVISOR_SECONDS
+        self._tell_after = min(_LONGEST_UNTOLD_WAIT, (policy.timeout or self._timeout) / 4)
         host, port = environment.store_host, environment.store_port
-        self._groups = groups or GlooGroups(host, port, timeout)
+        self._groups = groups or GlooGroups(host, port)
         self._store = connect_store(host, port, timeout)
-        self._link = SupervisorLink(environment, self._groups.interrupt)
+        self.activity = Activity()
+        self._link = SupervisorLink(environment, self._groups.interrupt, self.activity.answer)
         self._link.send({"type": "hello", "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()})
         self._link.send(policy.to_message())
         self._group: Group | None = None
@@ -212,6 +216,7 @@ class LocalEngine:
     def begin_call(self, fn: Any) -> str:
         """Collective. Enter the next Trainer call: ``"start"``, ``"join"`` or ``"skip"``."""
         call, self._calls = self._calls, self._calls + 1
+        self.activity.begin_call()
         if self.slot == NO_SLOT and not self._take_slot(call):
             return "skip"
         self._link.send({"type": "begin", "call": call, "fn": fn})
@@ -238,6 +243,7 @@ class LocalEngine:
         self.run("end of call", lambda exchange: None)
         self._link.use(None)
         self._link.send({"type": "end", "call": self.call})
+        self.activity.begin_call()
         self.alone = True  # the group stays open: peers may still be reading what this rank sent last
 
     def leave(self) -> None:
@@ -315,10 +321,9 @@ class LocalEngine:
                 self._group = self._connect(number, members)
                 if self._group is None:
                     continue
-                rank = members.index(self.slot)
-                is_over = partial(self._link.is_over, number)
-                leveling = Leveling(self._group, number, members, rank, self.events, is_over, self._timeout)
-                outcome = leveling.run(Standing(self._sequence, joining, at_top), self._last, provide_state)
+                leveling = Leveling(self._group, members, members.index(self.slot), self.events, self._vigil(number))
+                with self.activity.during("hand-over") if joining or at_top else nullcontext():
+                    outcome = leveling.run(Standing(self._sequence, joining, at_top), self._last, provide_state)
                 break
             except ReconfigurationError:
                 raise
@@ -364,8 +369,10 @@ class LocalEngine:
         self._link.send({"type": "ready", "generation": number})
         if not self._link.wait_for_go(number, self._patience) or not self._link.use(number):
             return None
-        is_over = partial(self._link.is_over, number)
-        return self._groups.create(number, members.index(self.slot), len(members), is_over)
+        return self._groups.create(members.index(self.slot), len(members), self._vigil(number))
+
+    def _vigil(self, number: int) -> Vigil:
+        return Vigil(number, partial(self._link.is_over, number), self._link.send, self._tell_after, self._timeout)
 
     def _break_off(self) -> None:
         self._link.use(None)
@@ -379,6 +386,7 @@ class LocalEngine:
     def report_progress(self, step: int) -> None:
         """Say that ``step`` optimizer steps are committed."""
         self._step = step
+        self.activity.stepped()
         now = time.monotonic()
         if self._reported is None or now - self._reported >= _PROGRESS_INTERVAL:
             self._reported = now

@@ -17,6 +17,12 @@ class SupervisionOptions:
     Args:
         restart_window: Seconds after which a respawn no longer counts against ``max_restarts``.
         rejoin_timeout: Seconds to wait for respawns while fewer than ``min_replicas`` are alive.
+        setup_timeout: Seconds that a process may keep the others waiting until its first step, which may compile the
+            model; also how long a respawned one may take until it can join. None: 30 minutes, or `timeout` if that is
+            longer, or five times as long as it ever took.
+        checkpoint_timeout: The same while it writes a checkpoint or hands over its state.
+        stall_timeout: Seconds after which the job ends if most ranks do not move. Storage that stalls is no rank's fault,
+            so nobody is killed for it before.
         grace: Seconds between a forwarded SIGTERM or SIGINT and SIGKILL.
         start_method: "fork": ranks are forked from a process that imported torch and lightning; "spawn": they start
             from nothing; "auto": forked where that is safe.
@@ -29,6 +35,9 @@ class SupervisionOptions:
 
     restart_window: float = 600.0
     rejoin_timeout: float = 300.0
+    setup_timeout: float | None = None
+    checkpoint_timeout: float | None = None
+    stall_timeout: float = 7200.0
     grace: float = 30.0
     start_method: StartMethod = "auto"
     prefix_output: bool | None = None
@@ -38,6 +47,10 @@ class SupervisionOptions:
             value = getattr(self, name)
             if not value >= 0:
                 raise ValueError(f"`SupervisionOptions({name}={value})` is not valid: expected seconds, 0 or more.")
+        for name in ("setup_timeout", "checkpoint_timeout", "stall_timeout"):
+            value = getattr(self, name)
+            if not (value is None and name != "stall_timeout") and not (value is not None and value > 0):
+                raise ValueError(f"`SupervisionOptions({name}={value})` is not valid: expected more than 0 seconds.")
         if self.start_method not in get_args(StartMethod):
             raise ValueError(
                 f"`SupervisionOptions(start_method={self.start_method!r})` is not valid: expected 'auto', 'fork' or 'spawn'."
@@ -51,7 +64,7 @@ class Policy(SupervisionOptions):
     Args:
         max_restarts: Respawns of one slot within ``restart_window``; 0: never respawn.
         min_replicas: Ranks that must be alive for steps to be taken.
-        timeout: Seconds that members may take to report a failure that others reported; None: for ever.
+        timeout: Seconds that a rank may keep the others waiting in a step or a callback; None: learned.
         spares: Processes that wait to take a dead rank's place.
 
     Raises:

@@ -29,6 +29,7 @@ NO_SLOT = -1
 Function = Literal["fit", "validate", "test", "predict"]
 Reason = Literal["start", "death", "join", "error", "exclude", "cancelled"]
 Mode = Literal["start", "join", "skip"]
+Doing = Literal["set-up", "loader", "training step", "evaluation step", "callbacks", "checkpoint", "hand-over"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class Options(TypedDict):
     spares: int
     start_method: Literal["auto", "fork", "spawn"]
     prefix_output: bool | None
+    setup_timeout: float | None
+    checkpoint_timeout: float | None
+    stall_timeout: float
 
 
 class Park(TypedDict):
@@ -151,6 +155,31 @@ class AtTop(TypedDict):
 
     type: Literal["at_top"]
     generation: int
+
+
+class Waiting(TypedDict):
+    """The rank has waited for others for a while, in an operation of ``generation``."""
+
+    type: Literal["waiting"]
+    generation: int
+    seconds: float
+
+
+class Arrived(TypedDict):
+    """What the rank said it waited for is there."""
+
+    type: Literal["arrived"]
+    generation: int
+
+
+class Answer(TypedDict):
+    """The answer to a query, from another thread than the one that trains: what that one does, since when, and where."""
+
+    type: Literal["answer"]
+    doing: Doing
+    quiet: float
+    place: str
+    stacks: str
 
 
 class Progress(TypedDict):
@@ -201,7 +230,25 @@ class Asked(TypedDict):
     signal: int
 
 
-FromRank = Hello | Options | Park | Begin | Join | Ready | Failed | AtTop | Progress | Raised | End | Log | Exclude | Asked
+FromRank = (
+    Hello
+    | Options
+    | Park
+    | Begin
+    | Join
+    | Ready
+    | Failed
+    | AtTop
+    | Waiting
+    | Arrived
+    | Answer
+    | Progress
+    | Raised
+    | End
+    | Log
+    | Exclude
+    | Asked
+)
 
 # Supervisor -> rank.
 
@@ -256,6 +303,12 @@ class JoinWanted(TypedDict):
     value: bool
 
 
+class Query(TypedDict):
+    """What does the training thread do? The others wait for it, or nobody has been heard of for long."""
+
+    type: Literal["query"]
+
+
 class Stop(TypedDict):
     """The job can't go on."""
 
@@ -263,7 +316,7 @@ class Stop(TypedDict):
     message: str
 
 
-FromSupervisor = Assign | Enter | Generation | Go | JoinWanted | Stop
+FromSupervisor = Assign | Enter | Generation | Go | JoinWanted | Query | Stop
 
 Received = TypeVar("Received", FromRank, FromSupervisor)
 

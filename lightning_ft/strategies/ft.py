@@ -43,7 +43,6 @@ from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.step_checks import agree_on_loss, check_all_used
 from lightning_ft.strategies.training_data import TrainingData
 
-_DEFAULT_TIMEOUT = timedelta(minutes=30)
 _REDUCE_OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 
 
@@ -58,8 +57,10 @@ class FTStrategy(ParallelStrategy):
         max_restarts: How often a rank's slot is started again within ``SupervisionOptions.restart_window``;
             0: a rank that dies stays away.
         min_replicas: With fewer live ranks than this, training waits for respawns after the step under way.
-        timeout: How long ranks may wait for each other; seconds if a number. A rank that keeps the others waiting longer
-            is taken for hung and excluded. Default: 30 minutes.
+        timeout: How long a rank may keep the others waiting in one step, one evaluation step or one callback; seconds if
+            a number. After that it is taken for hung: it is killed and started again. Default: five times the longest
+            wait seen for the same kind of work; at least a minute in a step and 30 minutes elsewhere. Set-up and
+            checkpoints have limits of their own in ``supervision``.
         spares: Processes that are kept waiting at the Trainer call to take a dead rank's place at once; without them a
             rank's next process first runs the script up to there.
         find_unused_parameters: Whether a step may leave parameters without a gradient. If not, automatic optimization
@@ -89,7 +90,6 @@ class FTStrategy(ParallelStrategy):
         supervision: SupervisionOptions | None = None,
     ) -> None:
         super().__init__()
-        timeout = _DEFAULT_TIMEOUT if timeout is None else timeout
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._policy = Policy.of(
             supervision or SupervisionOptions(),
@@ -98,7 +98,8 @@ class FTStrategy(ParallelStrategy):
             timeout=seconds,
             spares=spares,
         )
-        self._timeout = timedelta(seconds=seconds)
+        # By itself a rank gives up only after the supervisor must have acted.
+        self._timeout = timedelta(seconds=2 * max(self._policy.stall_timeout, seconds or 0.0))
         self._find_unused_parameters = find_unused_parameters
         self.num_nodes = 1
         self.engine: Engine = SoloEngine()
@@ -320,7 +321,13 @@ class FTStrategy(ParallelStrategy):
     # Steps.
 
     @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self.engine.activity.enter("callbacks")  # the loader is done
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self.engine.activity.enter("training step")
         self._before_forward()
         return super().training_step(*args, **kwargs)
 
@@ -328,17 +335,20 @@ class FTStrategy(ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._before_evaluation_batch()
         self._before_forward()
-        return super().validation_step(*args, **kwargs)
+        with self.engine.activity.during("evaluation step"):
+            return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._before_evaluation_batch()
-        return super().test_step(*args, **kwargs)
+        with self.engine.activity.during("evaluation step"):
+            return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._before_evaluation_batch()
-        return super().predict_step(*args, **kwargs)
+        with self.engine.activity.during("evaluation step"):
+            return super().predict_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
@@ -388,6 +398,8 @@ class FTStrategy(ParallelStrategy):
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._synchronize_gradients:
             self._finish_reduction()
+        else:
+            self.engine.activity.enter("callbacks")
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -516,7 +528,8 @@ class FTStrategy(ParallelStrategy):
         written = False
         while not written:
             if self.is_global_zero:
-                write_atomically(self.checkpoint_io, checkpoint, filepath, storage_options)
+                with self.engine.activity.during("checkpoint"):
+                    write_atomically(self.checkpoint_io, checkpoint, filepath, storage_options)
             written = self.collectives.count(self.is_global_zero)[0] > 0 or self.engine.alone
 
     # End.

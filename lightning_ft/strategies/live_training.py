@@ -157,6 +157,7 @@ class LiveTraining:
     def _on_take(self) -> None:
         assert self.loader is not None
         trainer, plan = self.trainer, self.loader.plan
+        self._engine.activity.enter("loader")  # until `batch_to_device`
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
             self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets)
         set_length_while_fetching(trainer, self.loader)

@@ -32,6 +32,13 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Ask the rank in ``slot`` what it does, and the kernel whether it is stopped."""
+
+    slot: int
+
+
+@dataclass(frozen=True)
 class Show:
     """Show the user a traceback that a rank sent instead of printing it."""
 
@@ -62,4 +69,4 @@ class Finish:
     error: str | None
 
 
-Action = Send | Spawn | Signal | Show | Notice | Record | Finish
+Action = Send | Spawn | Signal | Ask | Show | Notice | Record | Finish

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.protocol import AtTop, Death, Failed, Generation, Go, JoinWanted, Ready, Reason
+from lightning_ft.elastic.protocol import Arrived, AtTop, Death, Failed, Generation, Go, JoinWanted, Ready, Reason, Waiting
 from lightning_ft.supervision.roster import Rank, Roster
 
 _MAX_ERRORS = 5
@@ -19,12 +19,11 @@ class _Round:
     number: int = 0
     reason: Reason = "start"
     gone: bool = False
-    ready: set[int] = field(default_factory=set)
-    at_top: set[int] = field(default_factory=set)
+    ready: dict[int, float] = field(default_factory=dict)  # slot -> since when
+    at_top: dict[int, float] = field(default_factory=dict)
+    waiting: dict[int, float] = field(default_factory=dict)  # in an operation
     failed: dict[int, str] = field(default_factory=dict)
     first_failure: float = 0.0
-    first_ready: float = 0.0
-    first_at_top: float = 0.0
     retry_at: float | None = None
 
 
@@ -73,23 +72,41 @@ class Generations:
         if not self._round.gone:
             self._due = self._due or self._round.reason
 
-    def note(self, slot: int, message: Ready | AtTop | Failed, now: float) -> None:
+    def note(self, slot: int, message: Ready | AtTop | Failed | Waiting | Arrived, now: float) -> None:
         """Note what a member said about a generation; news of an older one is none."""
         current = self._round
         if message["generation"] != current.number or slot not in self.members:
             return
-        if message["type"] == "ready":
-            if not current.ready:
-                current.first_ready = now
-            current.ready.add(slot)
-        elif message["type"] == "at_top":
-            if not current.at_top:
-                current.first_at_top = now
-            current.at_top.add(slot)
-        else:
-            if not current.failed:
-                current.first_failure = now
-            current.failed.setdefault(slot, message["reason"])
+        match message["type"]:
+            case "ready":
+                current.ready[slot] = now
+            case "at_top":
+                current.at_top[slot] = now
+            case "waiting":
+                current.waiting[slot] = now - message["seconds"]
+            case "arrived":
+                current.waiting.pop(slot, None)
+            case "failed":
+                self._note_failure(slot, message["reason"], now)
+
+    def _note_failure(self, slot: int, reason: str, now: float) -> None:
+        current = self._round
+        if not current.failed:
+            current.first_failure = now
+        current.failed.setdefault(slot, reason)
+        current.waiting.pop(slot, None)
+
+    def retry(self, reason: str, now: float) -> None:
+        """Have what all members are in tried again."""
+        for slot in self.members:
+            self._note_failure(slot, reason, now)
+
+    def waiting(self) -> tuple[dict[int, float], bool]:
+        """Return which members wait for the others and since when, and whether in an operation, not for an answer."""
+        current = self._round
+        waiting = dict.fromkeys(current.failed, current.first_failure) | current.waiting
+        waiting |= current.at_top if current.gone else current.ready
+        return {slot: since for slot, since in waiting.items() if slot in self.members}, bool(current.waiting)
 
     def progressed(self) -> None:
         """Note that steps are committed: what failed before was no lasting error."""
@@ -107,7 +124,7 @@ class Generations:
             Why the members cannot go on, or None.
 
         """
-        error = self._settle_failures(policy, now)
+        error = self._settle_failures(now)
         if error is not None:
             return error
         self._settle_top(policy)
@@ -122,9 +139,6 @@ class Generations:
         """Return when :meth:`settle` is to be called even if nothing happens."""
         current = self._round
         times = [current.retry_at]
-        since, silent = self._silent()
-        if policy.timeout is not None and silent:
-            times.append(since + policy.timeout)
         if self._hold_since is not None:
             times.append(self._hold_since + policy.rejoin_timeout)
         return min((time for time in times if time is not None), default=None)
@@ -133,32 +147,12 @@ class Generations:
         self._roster.promote(rank)
         self.members.append(rank.slot)
 
-    def _silent(self) -> tuple[float, list[Rank]]:
-        """Return the members that the others wait for, and since when."""
-        current = self._round
-        if current.failed:
-            since, heard = current.first_failure, set(current.failed)
-        elif not current.gone and current.ready:
-            since, heard = current.first_ready, current.ready
-        elif current.at_top:
-            since, heard = current.first_at_top, current.at_top
-        else:
-            return 0.0, []
-        return since, [self._roster.ranks[slot] for slot in self.members if slot not in heard]
-
-    def _settle_failures(self, policy: Policy, now: float) -> str | None:
-        """Try again when every member failed; remove those that hang while others failed."""
+    def _settle_failures(self, now: float) -> str | None:
+        """Try again when every member failed."""
         current = self._round
         if self._due is not None or not self.members:
             return None
-        since, silent = self._silent()
-        if policy.timeout is not None and silent and now >= since + policy.timeout:
-            for rank in silent:
-                how = f"hung for {policy.timeout:g} s"
-                self._roster.kill(rank, how)
-                self.remove(rank, how, "death")  # at once: the others have waited long enough
-            return None
-        if not current.failed or silent:
+        if not current.failed.keys() >= set(self.members):
             return None
         if current.retry_at is None:
             self._errors.append(next(iter(current.failed.values())))
@@ -173,7 +167,7 @@ class Generations:
     def _settle_top(self, policy: Policy) -> None:
         """Admit joiners, or call the wait off, once all members wait at the same step boundary."""
         current = self._round
-        if self._due is not None or not current.gone or not self.members or not current.at_top >= set(self.members):
+        if self._due is not None or not current.gone or not self.members or not current.at_top.keys() >= set(self.members):
             return
         waiting = [] if self.is_ending else self._roster.waiting()
         if len(self.members) + len(waiting) < policy.min_replicas and not self.is_ending:
@@ -204,6 +198,7 @@ class Generations:
         self._roster.record("generation", **{name: value for name, value in message.items() if name != "type"})
         for slot in self.members:
             self._roster.send(slot, message)
+            self._roster.ranks[slot].sight.moved = now  # it has something new to do
 
     def _settle_hold(self, policy: Policy, num_expected: int, now: float) -> str | None:
         """Give up when too few members stay too few."""
@@ -222,7 +217,7 @@ class Generations:
     def _tell(self) -> None:
         """Send the go, and whether somebody waits to join."""
         current = self._round
-        if self.members and not current.gone and current.ready >= set(self.members):
+        if self.members and not current.gone and current.ready.keys() >= set(self.members):
             current.gone = True
             for slot in self.members:
                 self._roster.send(slot, Go(type="go", generation=current.number))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import Asked, Begin, Enter, Exclude, FromRank, Raised, Stop
 from lightning_ft.supervision.actions import Action, Finish, Notice, Show, Signal, Spawn
+from lightning_ft.supervision.excluding import Excluding
 from lightning_ft.supervision.failures import Failures
 from lightning_ft.supervision.generations import Generations
 from lightning_ft.supervision.outcome import Ending, Outcome, describe, tell_raised
@@ -38,6 +39,7 @@ class Membership:
         self._policy_is_known = False
         self._roster = Roster()
         self._generations = Generations(self._roster)
+        self._excluding = Excluding(self._roster, self._generations)
         self._incarnations = dict.fromkeys(range(num_slots), -1)
         self._wanted = set(range(num_slots))  # to be spawned
         self._starting: set[int] = set()  # Spawn was returned, started was not called yet
@@ -88,6 +90,7 @@ class Membership:
         rank = self._roster.find(slot, incarnation)
         if rank is None or rank.killed:
             return
+        rank.sight.note(message, now)
         match message["type"]:
             case "options" if not self._policy_is_known:
                 self._policy_is_known = True
@@ -98,7 +101,7 @@ class Membership:
                 self._end_call(rank)
             case "join" if rank.phase is Phase.JOINING and message["call"] == self._call:
                 rank.phase = Phase.WAITING
-            case "ready" | "at_top" | "failed":
+            case "ready" | "at_top" | "failed" | "waiting" | "arrived":
                 self._generations.note(slot, message, now)
             case "progress":
                 self._has_progressed = True
@@ -141,6 +144,12 @@ class Membership:
         elif code < 0:
             self._lost.add(slot)
 
+    def found(self, slot: int, incarnation: int, stopped: bool) -> None:
+        """The kernel says whether a process is stopped."""
+        rank = self._roster.find(slot, incarnation)
+        if rank is not None:
+            rank.sight.stopped = stopped
+
     def signalled(self, number: int, now: float) -> None:
         """The supervisor received a signal."""
         if now < self._forwarded.get(number, now - _ECHO) + _ECHO:
@@ -176,7 +185,7 @@ class Membership:
         raised_at = [rank.raised_at for rank in self._roster.ranks.values() if not rank.killed]
         times += [time + self.policy.grace for time in raised_at if time is not None]
         if self._verdict is None:
-            times.append(self._generations.deadline(self.policy))
+            times += [self._generations.deadline(self.policy), self._excluding.deadline()]
         return min((time for time in times if time is not None), default=None)
 
     # Changes of what is known.
@@ -306,10 +315,11 @@ class Membership:
             self._settle_orphans()
         if self._verdict is None:
             self._settle_start(now)
+            error = self._excluding.settle(self._candidates(), self.policy, now)
             num_expected = len(self._roster.ranks) + len(self._starting) + len(self._respawns)
             # A job that is asked to stop needs nobody who is away.
             policy = self.policy if self._signal is None else replace(self.policy, min_replicas=1)
-            error = self._generations.settle(policy, num_expected, now)
+            error = error or self._generations.settle(policy, num_expected, now)
             for slot in self.members:
                 self._outcome.forget(slot)  # it may have died before, but it is back
             if error is not None:
@@ -339,12 +349,8 @@ class Membership:
 
     def _settle_start(self, now: float) -> None:
         """Start the next call once all that take part stand before it."""
-        is_first = self._generations.number == 0
-        if self.members or (is_first and (self._wanted or self._starting or self._respawns)):
-            return
-        slots = sorted(self._roster.ranks) if is_first else self._roster.seniority
-        candidates = [self._roster.ranks[slot] for slot in slots]
-        if not candidates or any(rank.phase is not Phase.STANDING or rank.killed for rank in candidates):
+        candidates = self._candidates()
+        if self.members or not candidates or any(rank.phase is not Phase.STANDING or rank.killed for rank in candidates):
             return
         calls = {rank.standing_at for rank in candidates}
         if len(calls) > 1:
@@ -361,6 +367,14 @@ class Membership:
         for rank in candidates:
             self._roster.send(rank.slot, Enter(type="enter", call=self._call, mode="start"))
         self._generations.start(candidates)
+
+    def _candidates(self) -> list[Rank]:
+        """Return those who start the next call together."""
+        if self._generations.number:
+            return [self._roster.ranks[slot] for slot in self._roster.seniority]
+        if self._wanted or self._starting or self._respawns:
+            return []
+        return [self._roster.ranks[slot] for slot in sorted(self._roster.ranks)]
 
     def _answer_begins(self) -> None:
         """Send latecomers past the calls that they missed, or into the one that runs."""

@@ -43,6 +43,15 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, as by SIGSTOP."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False  # it is gone
+
+
 def end_group(pid: int) -> None:
     """End what the session leader ``pid`` left behind, such as its loaders' workers."""
     with contextlib.suppress(ProcessLookupError):  # it left nothing, or died before it was a leader

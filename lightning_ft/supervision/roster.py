@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from lightning_ft.elastic.protocol import FromSupervisor, Raised
 from lightning_ft.supervision.actions import Action, Record, Send, Signal
+from lightning_ft.supervision.hangs import Sight
 
 
 class Phase(Enum):
@@ -35,6 +36,7 @@ class Rank:
     killed: bool = False
     killed_because: str | None = None  # None in a killed one: nobody needs to know
     told_join_wanted: bool = False
+    sight: Sight = field(default_factory=Sight)
 
 
 class Roster:

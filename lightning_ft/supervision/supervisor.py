@@ -24,11 +24,11 @@ from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import NO_SLOT, Assign, Channel, Enter, FromRank, RankEnvironment
 from lightning_ft.events.log import EventLog
 from lightning_ft.supervision import program
-from lightning_ft.supervision.actions import Action, Finish, Notice, Record, Send, Show, Signal, Spawn
+from lightning_ft.supervision.actions import Action, Ask, Finish, Notice, Record, Send, Show, Signal, Spawn
 from lightning_ft.supervision.command import SUPERVISOR_MODULE
 from lightning_ft.supervision.membership import Membership
 from lightning_ft.supervision.output import Output, Writer
-from lightning_ft.supervision.processes import become_subreaper, end_group
+from lightning_ft.supervision.processes import become_subreaper, end_group, is_stopped
 from lightning_ft.supervision.spares import Spares
 from lightning_ft.supervision.starting import Starter
 
@@ -130,8 +130,9 @@ class Supervisor:
         elif isinstance(action, Spawn):
             self._spawn(action.slot, action.incarnation)
         elif isinstance(action, Signal):
-            if (process := self._slots.get(action.slot)) is not None:
-                os.kill(process.pid, action.number)  # alive, or not reaped yet
+            self._signal(action.slot, action.number)
+        elif isinstance(action, Ask):
+            self._ask(action.slot)
         elif isinstance(action, Show):
             self._output.show(action.slot, action.traceback)
         elif isinstance(action, Notice):
@@ -191,6 +192,15 @@ class Supervisor:
         self._output.hand_over(spare, slot)
         self._membership.started(slot, incarnation, process.pid)
         self._send(slot, Assign(type="assign", slot=slot, incarnation=incarnation))
+
+    def _signal(self, slot: int, number: int) -> None:
+        if (process := self._slots.get(slot)) is not None:
+            os.kill(process.pid, number)  # alive, or not reaped yet
+
+    def _ask(self, slot: int) -> None:
+        if (process := self._slots.get(slot)) is not None:
+            self._membership.found(slot, process.incarnation, is_stopped(process.pid))
+            self._send(slot, {"type": "query"})
 
     def _reap(self) -> None:
         """Take note of all processes that ended: ranks, what their own children left, the zygote."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.link import SupervisorLink
 from lightning_ft.elastic.protocol import Channel, Death, FromRank, Generation, RankEnvironment, accept, listen
 
@@ -14,7 +15,7 @@ def ends() -> Iterator[tuple[SupervisorLink, Channel[FromRank]]]:
     environment = RankEnvironment(
         slot=1, incarnation=0, num_slots=3, supervisor=address, store_host="127.0.0.1", store_port=1, run_id="run"
     )
-    link = SupervisorLink(environment, lambda generation: None)
+    link = SupervisorLink(environment, lambda generation: None, Activity().answer)
     accepted = accept(listener)
     assert accepted is not None
     yield link, accepted[0]

@@ -123,14 +123,6 @@ def test_a_death_in_an_accumulation_window_costs_nothing(train: Callable[..., An
     training.assert_went_on(plan, max_epochs=3)
 
 
-def test_a_stopped_rank_is_excluded_after_the_timeout(train: Callable[..., Any]) -> None:
-    plan = FaultPlan([Fault(kind="stop", slot=1, point="forward", step=3)])
-    training = train(plan, ft={"timeout": 2.0})
-    training.assert_went_on(plan)
-    # Its next incarnation may come too late to join, and is ended with the job.
-    assert ["hung" in death.how for death in audit(training.events).deaths if not death.incarnation] == [True]
-
-
 def test_what_a_respawned_rank_knows_of_the_loggers_is_what_the_others_know(train: Callable[..., Any]) -> None:
     plan = FaultPlan([Fault(kind="kill", slot=1, point="forward", step=3)])
     training = train(plan, ft={"min_replicas": 3}, loggers=["csv", "tensorboard"])

@@ -84,7 +84,8 @@ class Job:
         """Bring all from the start into the first step."""
         self.begin(*self.live)
         self.connect()
-        self.say(self.members[0], "progress", step=1)
+        for member in self.members:
+            self.say(member, "progress", step=1)
 
     def rejoin(self, slot: int) -> None:
         self.begin(slot)
@@ -376,7 +377,7 @@ def test_member_that_does_not_report_what_the_others_report_is_killed_as_hung() 
     job.wait(0.2)
     assert job.doomed == [1]
     assert (job.members, job.reason) == ([0, 2], "death")
-    assert job.generations[-1]["dead"][0]["how"] == "hung for 5 s"
+    assert job.generations[-1]["dead"][0]["how"] == "hung for 5 s, does not answer, last seen in callbacks"
     job.bury_doomed()
     assert job.number == 2
     assert (1, 1) in job.spawned

@@ -1,0 +1,92 @@
+"""Applies what :class:`~lightning_ft.supervision.hangs.Watch` finds: asks ranks, removes those that hang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_ft.elastic.options import Policy
+from lightning_ft.supervision.actions import Ask, Notice, Show
+from lightning_ft.supervision.generations import Generations
+from lightning_ft.supervision.hangs import Watch
+from lightning_ft.supervision.roster import Phase, Rank, Roster
+
+
+class Excluding:
+    """Ends ranks that keep the others waiting for too long.
+
+    Args:
+        roster: The live ranks.
+        generations: Their members.
+
+    """
+
+    def __init__(self, roster: Roster, generations: Generations) -> None:
+        self._roster = roster
+        self._generations = generations
+        self._watch = Watch()
+        self._setup_due: float | None = None
+
+    def deadline(self) -> float | None:
+        """Return when :meth:`settle` is to be called even if nothing happens."""
+        return min((time for time in (self._watch.deadline, self._setup_due) if time is not None), default=None)
+
+    def settle(self, candidates: Sequence[Rank], policy: Policy, now: float) -> str | None:
+        """Ask and kill, as far as it is time.
+
+        Args:
+            candidates: Those who are to start the next call together, while there are no members.
+            policy: What the user asked for.
+            now: The time.
+
+        Returns:
+            Why the job cannot go on, or None.
+
+        """
+        self._settle_joiners(policy, now)
+        members = [self._roster.ranks[slot] for slot in self._generations.members]
+        if members:
+            waiting, is_stuck = self._generations.waiting()
+        else:
+            members = [rank for rank in candidates if not rank.killed]
+            standing = [rank for rank in members if rank.phase is Phase.STANDING]
+            waiting, is_stuck = {rank.slot: rank.sight.moved for rank in standing}, False
+            if not waiting:  # between calls, ranks may do what they like
+                members = []
+        findings = self._watch.look({rank.slot: rank.sight for rank in members}, waiting, is_stuck, policy, now)
+        for slot, how in findings.hung.items():
+            self._remove(self._roster.ranks[slot], how)
+        for rank in members:
+            if findings.ask and not rank.killed:
+                rank.sight.asked = now
+                self._roster.act(Ask(rank.slot))
+        if findings.retry:
+            self._generations.retry("all ranks wait for each other", now)
+        for notice in findings.notices:
+            self._roster.act(Notice(notice))
+            self._roster.record("stall", message=notice)
+        return findings.error
+
+    def _settle_joiners(self, policy: Policy, now: float) -> None:
+        """End those that take too long to get ready; nobody waits for them, but their slot stays empty."""
+        self._setup_due = None
+        limit = self._watch.limits.of("set-up", policy)
+        for rank in self._roster.ranks.values():
+            is_preparing = rank.phase is Phase.JOINING or (rank.phase is Phase.STARTING and not rank.veteran)
+            if not is_preparing or rank.killed or not self._generations.members:
+                continue
+            rank.sight.seen(now)
+            due = rank.sight.moved + limit
+            if now >= due:
+                self._remove(rank, f"hung for {limit:.0f} s in set-up")
+            else:
+                self._setup_due = min(due, self._setup_due or due)
+
+    def _remove(self, rank: Rank, how: str) -> None:
+        if rank.sight.stacks and not rank.sight.is_silent:
+            self._roster.act(
+                Show(rank.slot, f"What slot {rank.slot} did when the others gave up waiting for it:\n{rank.sight.stacks}")
+            )
+        self._roster.record("hung", slot=rank.slot, incarnation=rank.incarnation, how=how, stacks=rank.sight.stacks)
+        self._roster.kill(rank, how)
+        if rank.slot in self._generations.members:
+            self._generations.remove(rank, how, "death")  # at once: the others have waited long enough

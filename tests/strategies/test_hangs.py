@@ -1,0 +1,52 @@
+"""Ranks that stop, block and stall: whoever keeps the others waiting is replaced, and nobody else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ft.events.audit import audit
+from lightning_ft.testing import Fault, FaultPlan, assert_recovered, run_job
+
+JOB = Path(__file__).parent / "jobs" / "hanging.py"
+
+
+def test_a_stopped_rank_is_killed_after_the_timeout_and_comes_back(train: Callable[..., Any]) -> None:
+    plan = FaultPlan([Fault(kind="stop", slot=1, point="forward", step=3)])
+    training = train(plan, ft={"timeout": 2.0, "min_replicas": 3})
+    training.assert_went_on(plan)
+    (death,) = audit(training.events).deaths
+    assert death.how == "hung for 2 s, stopped (SIGSTOP)"
+    assert death.recovery is not None
+    assert 2.0 <= death.recovery < 2 * 2.0, "one timeout is enough"
+    (join,) = audit(training.events).joins
+    assert join.slot == 1
+
+
+def test_ranks_that_stop_are_found_even_if_they_are_most_of_all(train: Callable[..., Any]) -> None:
+    faults = [Fault(kind="stop", slot=slot, point="gradients_ready", step=3) for slot in (0, 2)]
+    plan = FaultPlan(faults)
+    training = train(plan, ft={"timeout": 2.0, "min_replicas": 3})
+    training.assert_went_on(plan)
+    assert {death.slot for death in audit(training.events).deaths} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("where", "place"), [("lock", "training_step"), ("dataset", "__getitem__"), ("worker", "_try_get_data")]
+)
+def test_a_rank_that_blocks_is_replaced_and_the_user_sees_where_it_was(where: str, place: str, tmp_path: Path) -> None:
+    result = run_job(JOB, [where], num_slots=3, directory=tmp_path).check()
+    assert_recovered(result.events)
+    (death,) = audit(result.events).deaths
+    assert "hung for 2 s, in " in death.how
+    assert death.how.endswith(f" in {place}")
+    assert "did when the others gave up waiting for it" in result.stderr
+    assert f", in {place}\n" in result.stderr
+
+
+def test_storage_that_stalls_for_all_costs_nobodys_life(tmp_path: Path) -> None:
+    result = run_job(JOB, ["storage"], num_slots=3, directory=tmp_path).check()
+    assert audit(result.events).deaths == ()
+    assert "not one rank's fault" in result.stderr
+    assert "It goes on after" in result.stderr
