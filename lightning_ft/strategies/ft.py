@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH, ReduceOp
@@ -23,6 +24,7 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_ft.data.workers import shield_workers
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.gathering import gather_with_gradients
@@ -288,10 +290,13 @@ class FTStrategy(ParallelStrategy):
             return dataloader
         assert self._live is not None
         trainer = self._live.trainer
-        if not trainer.training:
+        if trainer.training:
+            dataloader = self._live.follow_loader(dataloader)
+        else:
             self._live.shards.add(dataloader)
-            return dataloader
-        return self._live.follow_loader(dataloader)
+            _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning would, but sees no room for it afterwards
+        shield_workers(dataloader)
+        return dataloader
 
     @property
     @override

@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -163,6 +164,8 @@ def main(descriptor: int) -> NoReturn:
 def _serve(sock: socket.socket) -> NoReturn:
     program.restore_signals()
     os.setsid()  # a Ctrl-C in the terminal is for the supervisor alone
+    # What cluster managers send to every process of a job; a rank starts with nothing blocked.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2})
     flags, _ = split(sys.orig_argv)
     while True:
         try:
@@ -184,6 +187,7 @@ def _serve(sock: socket.socket) -> NoReturn:
 
 def _become(request: dict[str, Any], stdio: Sequence[int], flags: Sequence[str]) -> NoReturn:
     os.setsid()  # so that what it leaves behind can be ended as one group
+    program.restore_signals()
     program.take_place(request["env"], request["cwd"], stdio)
     for descriptor in stdio:
         os.close(descriptor)

@@ -64,11 +64,12 @@ def assert_stopped(job: JobResult, num_ranks: int = 3, name: str = LAST) -> int:
     "options",
     [
         {"to": "supervisor", "times": 2, "handler": True},
-        {"to": "rank", "point": "on_before_backward"},
-        {"to": "all", "point": "on_save_checkpoint", "checkpoint": {"dirpath": "checkpoints", "every_n_train_steps": 2}},
+        {"to": "rank", "point": "on_before_backward", "manual": True},
+        {"to": "all", "num_workers": 1},
+        {"point": "on_save_checkpoint", "checkpoint": {"dirpath": "checkpoints", "every_n_train_steps": 2}},
         {"to": "rank", "accumulate": 3, "checkpoint": {"dirpath": "checkpoints", "save_on_exception": True}},
     ],
-    ids=["twice", "backward", "save", "accumulation"],
+    ids=["twice", "manual", "all", "save", "accumulation"],
 )
 def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(options: Any, run: Callable[..., JobResult]) -> None:
     job = run(signal="SIGTERM", **options)
@@ -77,7 +78,9 @@ def test_sigterm_ends_all_ranks_after_the_same_step_with_a_checkpoint(options: A
     (metrics,) = job.directory.glob("lightning_logs/version_0/metrics.csv")
     assert int(list(csv.DictReader(metrics.read_text().splitlines()))[-1]["step"]) == step - 1
     names = {path.name for path in job.directory.glob("checkpoints/*")}
-    assert names - {"last-preempted.ckpt"} == ({"epoch=0-step=6.ckpt"} if options["to"] == "all" else set())
+    assert names - {"last-preempted.ckpt"} == (
+        {"epoch=0-step=6.ckpt"} if "every_n_train_steps" in options.get("checkpoint", {}) else set()
+    )
     handled = [path.read_text() for path in job.directory.glob("handled_*")]
     assert handled == ["15\n"] * (3 if "handler" in options else 0)
 

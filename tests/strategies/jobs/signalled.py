@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -27,7 +28,7 @@ SLOT = os.environ.get("LIGHTNING_FT_SLOT", "0")
 @dataclass
 class Options:
     signal: str | None = None
-    to: str = "supervisor"  # or "rank", or "all": every rank too
+    to: str = "supervisor"  # or "rank", or "all": every process of the job, loaders' workers too
     point: str = "on_train_batch_start"
     step: int = 5
     times: int = 1
@@ -39,6 +40,7 @@ class Options:
     max_epochs: int = -1
     max_steps: int = -1
     accumulate: int = 1
+    num_workers: int = 0
     validation: bool = False
     num_validation_samples: int = 48
     manual: bool = False
@@ -89,7 +91,6 @@ class Sender(Callback):
         self.sent = options.signal is None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        Path(f"pid_{SLOT}").write_text(str(os.getpid()))
         hook = self.options.point
         original = getattr(Callback, hook)
 
@@ -106,10 +107,12 @@ class Sender(Callback):
         self.sent = True
         pids = {"supervisor": [os.getppid()], "rank": [os.getpid()]}.get(options.to)
         if pids is None:
-            pids = [os.getppid(), *(int(path.read_text()) for path in Path().glob("pid_*"))]
+            pids = with_descendants(os.getppid())
+        assert options.signal is not None
+        # From outside, as a cluster manager does: what a rank sends to its own workers means something else.
+        command = ["kill", f"-{options.signal.removeprefix('SIG')}", *map(str, pids)]
         for _ in range(options.times):
-            for pid in pids:
-                os.kill(pid, getattr(signal, options.signal or ""))
+            subprocess.run(command, check=options.to != "all")
             time.sleep(0.02)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,6 +122,11 @@ class Sender(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         Path(f"exception_{SLOT}").write_text(f"{type(exception).__name__} {trainer.global_step}")
+
+
+def with_descendants(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()]
+    return [pid, *(found for child in children for found in with_descendants(child))]
 
 
 def main(options: Options) -> None:
@@ -152,7 +160,9 @@ def main(options: Options) -> None:
         enable_model_summary=False,
     )
     model = Module(options)
-    data = DataLoader(TensorDataset(torch.randn(options.num_samples, 4)), batch_size=4, shuffle=True)
+    data = DataLoader(
+        TensorDataset(torch.randn(options.num_samples, 4)), batch_size=4, shuffle=True, num_workers=options.num_workers
+    )
     validation = DataLoader(TensorDataset(torch.randn(options.num_validation_samples, 4)), batch_size=4)
     for call in options.calls:
         if call == "fit":
