@@ -1,7 +1,8 @@
 """The default process group of an elastic job: a proxy whose members change while its identity does not.
 
 Handles that users or libraries hold stay valid, and each collective that they call on it is one numbered operation of the
-engine. Ranks that die in it are left out: the outputs of a gather are those of the live ranks, by rank, and then zeros.
+engine. Ranks that die in it are left out: a gather yields what the live ranks gave, by rank, and then zeros; all-to-all
+yields zeros in their place.
 """
 
 import logging
@@ -170,16 +171,15 @@ class ElasticProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
-        self._fill(outputs, self._rows.all_to_all(inputs), "all_to_all")
+        for output, row in zip(outputs, self._rows.all_to_all(inputs), strict=True):
+            output.detach().zero_() if row is None else output.detach().copy_(row.view(output.shape))
         return _Done(outputs)
 
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        received = self._rows.all_to_all(_split(tensor, input_splits, self.size()))
-        parts = _split(output, output_splits, max(self.size(), len(received)))
-        for part, row in zip(parts, received, strict=False):
-            part.copy_(row.view(part.shape))
+        size = self.size()
+        self.alltoall(_split(output, output_splits, size), _split(tensor, input_splits, size))
         return _Done(output)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]

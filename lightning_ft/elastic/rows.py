@@ -31,8 +31,8 @@ class RowCollectives:
             RuntimeError: If that rank died in it.
 
         """
-        if self._engine.alone and rows is None:
-            return like
+        if self._engine.alone:
+            return like if rows is None else rows[min(self._engine.rank, len(rows) - 1)]
         recipients = self._recipients(rows, "scatter")
 
         def body(exchange: Exchange) -> tuple[list[int], Tensor | None]:
@@ -72,8 +72,11 @@ class RowCollectives:
         row: Tensor = reduced[slots.index(self._engine.slot)]
         return row
 
-    def all_to_all(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Collective. Return what every live rank has for this rank, by rank, flat; sizes may differ."""
+    def all_to_all(self, rows: Sequence[Tensor]) -> list[Tensor | None]:
+        """Collective. Return what every rank has for this rank, by rank at the call, flat; None from those that died in it.
+
+        Sizes may differ.
+        """
         recipients = self._recipients(rows, "all_to_all")
 
         def body(exchange: Exchange) -> tuple[list[int], list[list[int]], list[Tensor]]:
@@ -88,7 +91,11 @@ class RowCollectives:
         label = f"all_to_all: {rows[0].dtype}"[:44]
         slots, sizes, gathered = self._engine.run(label, body)
         mine = slots.index(self._engine.slot)
-        return [flat[: sum(of)].split(of)[mine] for flat, of in zip(gathered, sizes, strict=True)]
+        received = [flat[: sum(of)].split(of)[mine] for flat, of in zip(gathered, sizes, strict=True)]
+        if self._engine.alone:
+            return [received[0]] * len(rows)
+        by_slot = dict(zip(slots, received, strict=True))
+        return [by_slot.get(slot) for slot in recipients]
 
     def _slots(self) -> list[int]:
         return [self._engine.slot] if self._engine.alone else list(self._engine.members)
@@ -97,8 +104,8 @@ class RowCollectives:
         """Return the slots that the rows are for."""
         if rows is None:
             return []
-        if self._engine.alone:  # in a start-up of its own: any row will do
-            return [self._engine.slot] * len(rows)
+        if self._engine.alone:  # in a start-up of its own: as if all ranks were like this one
+            return [-1] * min(self._engine.rank, len(rows) - 1) + [self._engine.slot]
         members = list(self._engine.members)
         if len(rows) != len(members):
             raise ValueError(

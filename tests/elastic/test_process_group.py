@@ -20,12 +20,16 @@ SCRIPT = Path(__file__).parent / "jobs" / "raw_collectives.py"
 
 def call_all(engine: LocalEngine, script: str) -> Any:
     install_once(engine, Collectives(engine))
+    return load(script).call_all(engine.rank, 3)
+
+
+def load(script: str) -> Any:
     spec = importlib.util.spec_from_file_location("raw_collectives", script)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.call_all(engine.rank, 3)
+    return module
 
 
 def test_every_collective_yields_what_gloo_yields(tmp_path: Path) -> None:
@@ -65,8 +69,8 @@ def die_in_collectives(engine: LocalEngine) -> Any:
 def test_the_dead_are_left_out_of_collectives_and_rows_reach_those_they_are_for() -> None:
     results = run_ranks(die_in_collectives, 5)
     assert [result is None for result in results] == [True, True, False, True, False]
-    assert results[2] == [[0.0, 2.0, 3.0, 4.0, 0.0], [22.0 + 32.0 + 42.0], [22.0, 42.0, 0.0]]
-    assert results[4] == [[0.0, 2.0, 3.0, 4.0, 0.0], [24.0 + 34.0 + 44.0], [24.0, 44.0, 0.0]]
+    assert results[2] == [[0.0, 2.0, 3.0, 4.0, 0.0], [22.0 + 32.0 + 42.0], [22.0, 0.0, 42.0]]
+    assert results[4] == [[0.0, 2.0, 3.0, 4.0, 0.0], [24.0 + 34.0 + 44.0], [24.0, 0.0, 44.0]]
 
 
 def ask_for_what_can_not_be(engine: LocalEngine) -> list[str]:
@@ -99,3 +103,27 @@ def test_what_can_not_be_done_or_made_good_is_an_error_that_says_what_to_do() ->
     assert "into 1 tensors, but 2 ranks are alive" in gather
     assert "of 3 tensors, but 2 ranks are alive" in rows
     assert "the rank that had the tensors died" in scatter
+
+
+def call_all_in_a_start_up_of_its_own(engine: LocalEngine, script: str) -> Any:
+    install_once(engine, Collectives(engine))
+    dist.barrier()  # of one, in a rank that was started again
+    if engine.alone:
+        told = load(script).call_all(dist.get_rank(), dist.get_world_size())
+        engine.join()
+        engine.enter()
+        return [told["size"], told["gather"][0], len(told["objects"][0])]
+    engine.report_progress(1)
+    if engine.slot == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    while not Collectives(engine).count(engine.join_wanted)[0]:
+        pass
+    while not engine.admit_joiners(lambda slots: {}):
+        pass
+    return None
+
+
+def test_a_rank_that_starts_while_others_train_gets_what_it_would_get_if_they_were_like_it() -> None:
+    results = run_ranks(call_all_in_a_start_up_of_its_own, 3, args=[str(SCRIPT)], max_restarts=1)
+    assert results == [None, [3, [[3.0, 6.0]] * 3, 3], None]

@@ -142,3 +142,40 @@ def test_layer_that_some_steps_or_some_ranks_do_not_use_has_a_gradient_where_any
     assert results[0] == results[1]
     used, unused, unused_by_one = [True, False], [False, True], [True, True]
     assert results[0][0] == [[used, layer, used] for layer in (unused, used, unused, unused_by_one)]
+
+
+def freeze_and_add(engine: LocalEngine | None) -> list:
+    """Gradients of a module whose trainable parameters change; without an engine the mean over two ranks, in one process."""
+    torch.manual_seed(0)
+    module = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    module[0].requires_grad_(False)
+    reducer = GradientReducer(module.parameters(), engine or SoloEngine(), bucket_bytes=1)
+    gradients = []
+    for step in range(6):
+        module[0].requires_grad_(step > 0)
+        module[1].requires_grad_(step % 2 == 0)
+        if step == 2:
+            module.append(nn.Linear(4, 4))
+        module.zero_grad()
+        reducer.follow(module.parameters())
+        reducer.arm(1, 1, stop=False)
+        for rank in (0, 1) if engine is None else (engine.rank,):
+            x = torch.full((2, 4), 1.0 + rank)
+            for layer in module:
+                x = layer(x).tanh()
+            (x.sum() / (2 if engine is None else 1)).backward()
+        reducer.finish()
+        gradients.append([None if p.grad is None else p.grad.tolist() for p in module.parameters()])
+        if engine is not None:
+            engine.report_progress(step + 1)
+    return gradients
+
+
+def test_what_requires_a_gradient_now_is_averaged_now():
+    results = run_ranks(freeze_and_add, 2)
+    assert results[0] == results[1]
+    for ours, expected in zip(results[0], freeze_and_add(None), strict=True):
+        assert [gradient is None for gradient in ours] == [gradient is None for gradient in expected]
+        for mine, other in zip(ours, expected, strict=True):
+            if mine is not None:
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(other))
