@@ -39,6 +39,7 @@ from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
 from lightning_ft.strategies.live_training import LiveTraining
+from lightning_ft.strategies.module_parameters import ModuleParameters
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.startup import StartupRecord
@@ -249,7 +250,8 @@ class FTStrategy(ParallelStrategy):
         self.model_to_device()
         self._same_start()
         if fitting:
-            self._reducer = GradientReducer(self.model.parameters(), self.engine)
+            self._parameters = ModuleParameters(self.model)
+            self._reducer = GradientReducer(self._parameters, self.engine)
             self._live.reducer = self._reducer
             self._live.buffers = BufferSync(self.model, self.collectives)
             self._live.on_batch_end, self._live.may_pause = self._end_batch, lambda: not self._micro_batches
@@ -394,8 +396,7 @@ class FTStrategy(ParallelStrategy):
         assert reducer is not None
         assert live is not None
         self._micro_batches.append(live.has_own_batch)
-        assert self.model is not None
-        reducer.follow(self.model.parameters())
+        reducer.follow(self._parameters)
         if self._synchronize_gradients:
             self._arm()
         loss = closure_loss if live.has_own_batch else closure_loss * 0.0
@@ -447,8 +448,7 @@ class FTStrategy(ParallelStrategy):
             if reduced is None:
                 self._micro_batches.append(False)
                 assert self._reducer is not None
-                assert self.model is not None
-                self._reducer.follow(self.model.parameters())
+                self._reducer.follow(self._parameters)
                 self._arm()
                 reduced = self._finish_reduction()
             if not reduced.contributors:
@@ -548,6 +548,7 @@ class FTStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
+            self._parameters.close()
         self._reducer = None
         super().teardown()
 

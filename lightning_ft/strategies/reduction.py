@@ -88,10 +88,29 @@ class _Layout:
     def __init__(self, parameters: list[Parameter], bucket_bytes: int) -> None:
         self.parameters = parameters
         self.buckets = _make_buckets(parameters, bucket_bytes)
-        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
+        self.bucket_of = [bucket_of[p] for p in parameters]
         self.num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
         # A second set, filled in turn, if it costs little: see `GradientReducer._may_launch`.
         self.spare = _make_buckets(parameters, bucket_bytes) if self.num_bytes <= _SPARE_BYTES else None
+
+
+class _Uses:
+    """How often backward added to a parameter's gradient. Looked up by nothing: hashing a parameter is slow.
+
+    Args:
+        parameter: The parameter.
+
+    """
+
+    __slots__ = ("any", "bucket", "expected", "parameter", "seen")
+
+    def __init__(self, parameter: Parameter) -> None:
+        self.parameter = parameter
+        self.bucket = 0
+        self.seen = 0  # in the backward pass under way
+        self.expected = 0  # the most that was seen; 0: no reduction had it yet
+        self.any = False  # in a backward pass since the last reduction
 
 
 class GradientReducer:
@@ -110,7 +129,9 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._spare: list[_Bucket] | None = None
         self._layouts: list[_Layout] = []  # the last one is that of the parameters that require gradients now
-        self._handles: dict[Parameter, RemovableHandle] = {}
+        self._known: dict[Parameter, _Uses] = {}
+        self._uses: list[_Uses] = []  # of the layout's parameters
+        self._handles: list[RemovableHandle] = []
         self.collectives_inside: bool | None = None
         """Whether backward passes call collectives; None before the first. Must be the same on all ranks.
 
@@ -121,10 +142,7 @@ class GradientReducer:
         self._group: Group | None = None
         self._works: list[Work] = []
         self._error: RuntimeError | None = None
-        self._seen: dict[Parameter, int] = {}
-        self._used: set[Parameter] = set()  # by any backward pass since the last reduction
         self._in_ghost = False
-        self._expected: dict[Parameter, int] = {}
         self._changed_late = False
         self.follow(parameters)
 
@@ -135,7 +153,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Take the hooks off the parameters. May be called twice."""
-        for handle in self._handles.values():
+        for handle in self._handles:
             handle.remove()
 
     def follow(self, parameters: Iterable[Parameter]) -> None:
@@ -152,11 +170,15 @@ class GradientReducer:
         known = next((layout for layout in self._layouts if _are_same(layout.parameters, trainable)), None)
         layout = known or _Layout(trainable, self._bucket_bytes)
         self._layouts = [*(other for other in self._layouts if other is not layout), layout][-_MAX_LAYOUTS:]
-        self._parameters, self._bucket_of, self._num_bytes = layout.parameters, layout.bucket_of, layout.num_bytes
+        self._parameters, self._num_bytes = layout.parameters, layout.num_bytes
         self._buckets, self._spare = layout.buckets, layout.spare
         for parameter in trainable:
-            if parameter not in self._handles:
-                self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            if parameter not in self._known:
+                self._known[parameter] = uses = _Uses(parameter)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, uses)))
+        self._uses = [self._known[parameter] for parameter in trainable]
+        for uses, bucket in zip(self._uses, layout.bucket_of, strict=True):
+            uses.bucket = bucket
 
     def arm(self, weight: int, total: int, *, stop: bool, label: str = "gradients") -> None:
         """Collective. Announce the reduction; the backward pass that follows feeds it.
@@ -178,12 +200,10 @@ class GradientReducer:
             self._buckets, self._spare = self._spare, self._buckets
         # How often a parameter's gradient is added to is learned: in the first step nothing is reduced before backward is
         # over, since a shared block under checkpointing adds to its parameters twice. One that was not used yet may be now.
-        self._expected |= {p: max(1, count, self._expected.get(p, 1)) for p, count in self._seen.items()}
-        is_first = not all(p in self._expected for p in self._parameters)
-        self._missing = [
-            _UNKNOWN if is_first else sum(self._expected[p] for p in bucket.parameters) for bucket in self._buckets
-        ]
-        self._seen = dict.fromkeys(self._parameters, 0)
+        self._missing = [0] * len(self._buckets)
+        for uses in self._uses:
+            uses.seen = 0
+            self._missing[uses.bucket] += uses.expected or _UNKNOWN
         self._start_over(None)
 
     def finish(self) -> Reduced:
@@ -194,12 +214,12 @@ class GradientReducer:
         for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
             if flat is not bucket.flat:  # received from a rank that completed this reduction
                 bucket.flat.copy_(flat)
-        unused: frozenset[Parameter] = frozenset()
         if self._buckets and not self._engine.alone:
-            self._write_back()
-            unused = self._unused(result["contributors"])
-        self._used.difference_update(self._parameters)
-        return _learned(result, unused)
+            self._write_back(set(result["untouched"]))
+        for uses in self._uses:
+            uses.expected = max(uses.expected, uses.seen, 1)
+            uses.any = False
+        return _learned(result, frozenset(self._parameters[index] for index in result["unused"]))
 
     @contextmanager
     def ghost_backward(self) -> Iterator[None]:
@@ -220,16 +240,15 @@ class GradientReducer:
         inline = _FLAGS.pack(self._engine.join_wanted, stop, 0, 0)
         return _learned(self._engine.run(label, self._tell, inline=inline))
 
-    def _on_gradient(self, parameter: Parameter) -> None:
+    def _on_gradient(self, uses: _Uses, parameter: Parameter) -> None:
         if self._in_ghost:
             return
-        self._used.add(parameter)
+        uses.any = True
         if not self._armed:
             return  # an inner micro-batch of an accumulation window
-        bucket = self._bucket_of[parameter]
-        self._seen[parameter] += 1
-        self._missing[bucket] -= 1
-        self._changed_late = self._changed_late or bucket < len(self._works)
+        uses.seen += 1
+        self._missing[uses.bucket] -= 1
+        self._changed_late = self._changed_late or uses.bucket < len(self._works)
         pending = self._pending
         while pending is not None and self._error is None and self._next_is_complete() and self._may_launch(pending):
             try:
@@ -265,30 +284,35 @@ class GradientReducer:
         bucket = self._buckets[len(self._works)]
         bucket.fill(1.0 / size if self._weight else 0.0)
         if bucket.flags.numel():
-            if not self._weight or self._used.issuperset(self._parameters):
-                bucket.flags.fill_(self._weight > 0)
-            else:
-                bucket.flags[:-1] = torch.tensor([p in self._used for p in self._parameters])
-            bucket.flags[-1] = self._changed_late
+            used = [bool(self._weight) and uses.any for uses in self._uses]
+            used.append(not self._changed_late)
+            bucket.flags.fill_(1.0) if all(used) else bucket.flags.copy_(torch.tensor(used))
         self._works.append(group.allreduce([bucket.flat]))
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
         flags = [_FLAGS.unpack(row) for row in exchange.inline]
+        counts: list[float] = []
         if exchange.group is not None:
             if exchange.group is not self._group:
                 self._start_over(exchange.group)
             if self._error is not None:
                 raise self._error
-            self._reduce_buckets(exchange.group, exchange.size)
-            if self._buckets and self._buckets[-1].flags[-1] > 0:
+            counts = self._reduce_buckets(exchange.group, exchange.size)
+            if counts and counts[-1] < exchange.size:
                 # A rank used a parameter more often than in any step before, and sent its gradient too early.
                 self._start_over(exchange.group)
-                self._reduce_buckets(exchange.group, exchange.size)
+                counts = self._reduce_buckets(exchange.group, exchange.size)
             weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)
             if 0 < weight < total:  # the mean is over the micro-batches that count, not over all ranks
                 for bucket in self._buckets:
                     bucket.gradients.mul_(total / weight)
-        return {"buckets": [bucket.flat for bucket in self._buckets], **self._tell(exchange)}
+        contributors = sum(row[2] > 0 for row in flags)
+        return {
+            "buckets": [bucket.flat for bucket in self._buckets],
+            "unused": [index for index, count in enumerate(counts[:-1]) if count < contributors],
+            "untouched": [index for index, count in enumerate(counts[:-1]) if count == 0],
+            **self._tell(exchange),
+        }
 
     def _tell(self, exchange: Exchange) -> dict[str, Any]:
         flags = [_FLAGS.unpack(row) for row in exchange.inline]
@@ -301,21 +325,25 @@ class GradientReducer:
             "stop": any(row[1] for row in flags),
         }
 
-    def _reduce_buckets(self, group: Group, size: int) -> None:
+    def _reduce_buckets(self, group: Group, size: int) -> list[float]:
+        """Return how many ranks used each parameter and, last, did so in time; empty if all ranks did."""
         while len(self._works) < len(self._buckets):
             self._launch(group, size)
         for work in self._works:
             work.wait()
+        if not self._buckets or self._buckets[-1].flags.min() >= size:
+            return []
+        counts: list[float] = self._buckets[-1].flags.tolist()
+        return counts
 
     @torch.no_grad()  # with `create_graph=True` gradients have a graph of their own
-    def _write_back(self) -> None:
+    def _write_back(self, untouched: set[int]) -> None:
         """Let ``p.grad`` be the average; a parameter that no rank used keeps what it has, as under ``ddp``."""
-        is_used: dict[Parameter, bool] | None = None
-        if not self._weight or not self._used.issuperset(self._parameters):
-            is_used = dict(zip(self._parameters, (self._buckets[-1].flags > 0).tolist(), strict=False))
+        kept = {self._parameters[index] for index in untouched}
         for bucket in self._buckets:
-            pairs = zip(bucket.parameters, bucket.views, strict=True)
-            averages = [(p, view) for p, view in pairs if is_used is None or is_used[p]]
+            averages = list(zip(bucket.parameters, bucket.views, strict=True))
+            if kept:
+                averages = [(parameter, view) for parameter, view in averages if parameter not in kept]
             known = [(p.grad, view) for p, view in averages if p.grad is not None]
             if known:
                 torch._foreach_copy_([grad for grad, _ in known], [view for _, view in known])
@@ -323,12 +351,6 @@ class GradientReducer:
                 for parameter, view in averages:
                     if parameter.grad is None:  # used by another rank only
                         parameter.grad = view.clone()
-
-    def _unused(self, contributors: int) -> frozenset[Parameter]:
-        flags = self._buckets[-1].flags[:-1]
-        if flags.numel() == 0 or flags.min() >= contributors:
-            return frozenset()
-        return frozenset(p for p, count in zip(self._parameters, flags.tolist(), strict=True) if count < contributors)
 
 
 def _are_same(some: list[Parameter], others: list[Parameter]) -> bool:
