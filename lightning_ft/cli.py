@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, get_args
 
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.supervision.command import exec_supervisor
+from lightning_ft.supervision.other_launchers import other_launcher
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -47,6 +49,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
     program: list[str] = arguments.program
     if not program or (program[0] in ("-m", "-c") and len(program) == 1):
         parser.error("nothing to run: expected train.py, -m MODULE or -c CODE")
+    if (obstacle := other_launcher(os.environ)) is not None:
+        parser.error(obstacle)
     exec_supervisor(arguments.num_slots, program, start_method=arguments.start_method)
 
 

@@ -67,6 +67,15 @@ class RankEnvironment:
         }
 
     @classmethod
+    def of_process(cls) -> RankEnvironment | None:
+        """Return which rank this process is, or None if it is none.
+
+        Ranks lead their session. What a rank starts inherits its environment, but is not that rank: it may train alone,
+        or be a job of its own.
+        """
+        return cls.from_environ(os.environ) if os.getsid(0) == os.getpid() else None
+
+    @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> RankEnvironment | None:
         """Return what ``environ`` says, or None in a process that is not a rank."""
         if SLOT not in environ:

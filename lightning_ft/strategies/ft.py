@@ -36,6 +36,7 @@ from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.events.log import EventLog
 from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
+from lightning_ft.strategies.combinations import check_combination
 from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
 from lightning_ft.strategies.live_training import LiveTraining
@@ -45,6 +46,7 @@ from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.step_checks import agree_on_loss, check_all_used
 from lightning_ft.strategies.training_data import TrainingData
+from lightning_ft.supervision.other_launchers import other_launcher
 
 _REDUCE_OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 
@@ -93,6 +95,8 @@ class FTStrategy(ParallelStrategy):
         supervision: SupervisionOptions | None = None,
     ) -> None:
         super().__init__()
+        if RankEnvironment.of_process() is None and (obstacle := other_launcher(os.environ)) is not None:
+            raise MisconfigurationException(obstacle)
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._policy = Policy.of(
             supervision or SupervisionOptions(),
@@ -122,7 +126,7 @@ class FTStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        environment = RankEnvironment.from_environ(os.environ)
+        environment = RankEnvironment.of_process()
         return self.parallel_devices[0 if environment is None else environment.slot]
 
     @property
@@ -133,7 +137,7 @@ class FTStrategy(ParallelStrategy):
     @property
     @override
     def global_rank(self) -> int:
-        environment = RankEnvironment.from_environ(os.environ)
+        environment = RankEnvironment.of_process()
         if isinstance(self.engine, SoloEngine):
             return 0 if environment is None or (environment.incarnation == 0 and environment.slot == 0) else 1
         return self.engine.rank
@@ -188,20 +192,18 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.num_nodes != 1:
+        if self._launcher is not None:
             raise MisconfigurationException(
-                f"`FTStrategy` with `Trainer(num_nodes={self.num_nodes})` is not supported: expected 1."
+                "An `FTStrategy` object was passed to a second Trainer: expected one for each. Use"
+                " `Trainer(strategy=FTStrategy(...))`."
             )
-        if not 1 <= self._policy.min_replicas <= self.num_processes:
-            raise MisconfigurationException(
-                f"`FTStrategy(min_replicas={self._policy.min_replicas})` with `devices={self.num_processes}`:"
-                f" expected 1 to {self.num_processes}."
-            )
-        if self._policy.spares and self.num_processes == 1:
-            raise MisconfigurationException(
-                f"`FTStrategy(spares={self._policy.spares})` with `devices=1`: there are no other ranks that could go on"
-                " while a spare joins. Use `spares=0`, or more devices."
-            )
+        check_combination(
+            self._policy,
+            num_nodes=self.num_nodes,
+            num_devices=self.num_processes,
+            environment=self.cluster_environment,
+            precision=self.precision_plugin,
+        )
         self._launcher = ElasticLauncher(
             self.num_processes,
             self._policy.start_method,

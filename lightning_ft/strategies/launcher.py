@@ -1,7 +1,5 @@
 """Turns the user's process into the supervisor of its own command, and runs Trainer calls in the ranks."""
 
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.strategies.joining import PEER_CHECKPOINT
 from lightning_ft.strategies.preemption import EXIT_CODE, Preemption, stopped
+from lightning_ft.strategies.takeover import check_takeover, hydra_overrides
 from lightning_ft.supervision.command import exec_supervisor
 from lightning_ft.supervision.last_words import report_uncaught
 
@@ -48,22 +47,23 @@ class ElasticLauncher(_Launcher):
     @property
     @override
     def is_interactive_compatible(self) -> bool:
-        return False
+        return True  # with one device; with several `launch` says what to do instead
 
     def kill(self, signum: int) -> None:
         """Nothing to do: the supervisor forwards signals."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        environment = RankEnvironment.from_environ(os.environ)
+        environment = RankEnvironment.of_process()
         num_slots = self._num_slots
         if environment is None and num_slots > 1:
-            _refuse_in_process(num_slots)
-            exec_supervisor(num_slots, start_method=self._start_method)
+            check_takeover(num_slots)
+            exec_supervisor(num_slots, more_arguments=hydra_overrides(), start_method=self._start_method)
         if environment is not None and environment.num_slots != num_slots:
             raise MisconfigurationException(
-                f"`Trainer(devices={num_slots})`, but `lightning-ft run -n {environment.num_slots}` started"
-                f" {environment.num_slots} ranks. Make the two agree."
+                f"`FTStrategy` with `Trainer(devices={num_slots})` in a job of {environment.num_slots} ranks: expected"
+                f" {environment.num_slots} in each Trainer, and in `lightning-ft run -n` if that started the job. For a"
+                " Trainer on one device use `strategy='auto'`."
             )
         report_uncaught()
         engine = self._start_engine(environment)
@@ -102,20 +102,3 @@ class ElasticLauncher(_Launcher):
         if preemption.agreed:
             raise stopped()
         return result
-
-
-def _refuse_in_process(num_slots: int) -> None:
-    interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules or not getattr(sys, "orig_argv", None)
-    in_pytest = "pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
-    if interactive or in_pytest:
-        where = "pytest" if in_pytest else "an interactive session"
-        raise MisconfigurationException(
-            f"`FTStrategy` with `devices={num_slots}` can't start ranks from within {where}: they re-run the program's"
-            " command. Put the training into a script and start it with `python train.py` or"
-            f" `lightning-ft run -n {num_slots} train.py`, or use `devices=1`."
-        )
-    if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
-        raise MisconfigurationException(
-            "`FTStrategy` starts and watches its own ranks, but this process was started as one of a job (`RANK` and"
-            f" `WORLD_SIZE` are set, as `torchrun` does). Start it with `lightning-ft run -n {num_slots} train.py`."
-        )

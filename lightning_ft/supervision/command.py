@@ -30,6 +30,12 @@ def _directory() -> str | None:
 _started_in = _directory()
 
 
+def start_here() -> None:
+    """Note that the command of this process, which was forked with this module imported, begins in this directory."""
+    global _started_in
+    _started_in = _directory()
+
+
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split ``sys.orig_argv`` into interpreter flags and program.
 
@@ -72,13 +78,18 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def supervisor_command(
-    num_slots: int, program: Sequence[str] | None = None, *, start_method: StartMethod = "auto"
+    num_slots: int,
+    program: Sequence[str] | None = None,
+    *,
+    more_arguments: Sequence[str] = (),
+    start_method: StartMethod = "auto",
 ) -> list[str]:
     """Return the argv that makes this process the supervisor of ``num_slots`` ranks.
 
     Args:
         num_slots: How many ranks to start.
         program: What the ranks run; None: what this process runs.
+        more_arguments: What the program gets besides its own arguments.
         start_method: See :class:`~lightning_ft.elastic.options.SupervisionOptions`.
 
     Raises:
@@ -98,12 +109,18 @@ def supervisor_command(
         arguments += ["--start-method", start_method]
     if _started_in is not None and _started_in != _directory():
         arguments += ["--directory", _started_in]
-    return [sys.executable, *flags, "-m", SUPERVISOR_MODULE, *arguments, "--", *program]
+    return [sys.executable, *flags, "-m", SUPERVISOR_MODULE, *arguments, "--", *program, *more_arguments]
 
 
-def exec_supervisor(num_slots: int, program: Sequence[str] | None = None, *, start_method: StartMethod = "auto") -> NoReturn:
-    """Become the supervisor: same process id, same terminal, none of the memory."""
-    command = supervisor_command(num_slots, program, start_method=start_method)
+def exec_supervisor(
+    num_slots: int,
+    program: Sequence[str] | None = None,
+    *,
+    more_arguments: Sequence[str] = (),
+    start_method: StartMethod = "auto",
+) -> NoReturn:
+    """Become the supervisor: same process id, same terminal, none of the memory; see :func:`supervisor_command`."""
+    command = supervisor_command(num_slots, program, more_arguments=more_arguments, start_method=start_method)
     # Read when torch and numpy are loaded, which the new interpreter does before it runs a line of ours. One for
     # OpenBLAS even where the user asks OpenMP for more: it starts threads at import, and then nothing can be forked.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

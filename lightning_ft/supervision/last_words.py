@@ -19,7 +19,7 @@ def report_uncaught() -> None:
 
     It needs nothing but the environment, so that what a script raises before it reaches a Trainer is reported as well.
     """
-    environment = RankEnvironment.from_environ(os.environ)
+    environment = RankEnvironment.of_process()
     if environment is not None and not isinstance(sys.excepthook, _Reporter):
         sys.excepthook = _Reporter(environment, sys.excepthook)
 

@@ -13,10 +13,10 @@ import sys
 import types
 import zipimport
 from collections.abc import Mapping, Sequence
-from importlib.abc import InspectLoader
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any, NoReturn
 
+from lightning_ft.supervision.command import start_here
 from lightning_ft.supervision.last_words import report_uncaught
 
 
@@ -41,6 +41,7 @@ def take_place(env: Mapping[str, str], cwd: str, stdio: Sequence[int]) -> None:
     for target, source in enumerate(stdio):
         os.dup2(source, target)
     os.chdir(cwd)
+    start_here()
     if not sys.flags.ignore_environment:
         old, new = (path.split(os.pathsep) if path else [] for path in map(_import_path, (os.environ, env)))
         sys.path[1:] = [*new, *(path for path in sys.path[1:] if path not in old)]
@@ -154,11 +155,12 @@ def _is_archive(path: str) -> bool:
 
 def _find_module(name: str) -> tuple[ModuleSpec, types.CodeType]:
     spec = importlib.util.find_spec(name) if name != "__main__" else _find_archived_main()
-    if spec is None or not isinstance(spec.loader, InspectLoader):
+    get_code = getattr(spec.loader, "get_code", None) if spec is not None else None  # archives' loaders have it, too
+    if spec is None or get_code is None:
         raise SystemExit(f"{sys.executable}: No module named {name}")
     if spec.submodule_search_locations is not None:
         return _find_module(f"{name}.__main__")
-    code = spec.loader.get_code(spec.name)
+    code = get_code(spec.name)
     if code is None:
         raise SystemExit(f"{sys.executable}: No code object available for {name}")
     return spec, code

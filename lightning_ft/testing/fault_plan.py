@@ -238,7 +238,7 @@ class FaultPlan(Callback):
 
     @property
     def _environment(self) -> RankEnvironment | None:
-        return RankEnvironment.from_environ(os.environ)  # anew: a spare gets its slot after this callback was made
+        return RankEnvironment.of_process()  # anew: a spare gets its slot after this callback was made
 
     def _slot(self, trainer: Trainer) -> int:
         return trainer.global_rank if self._environment is None else self._environment.slot

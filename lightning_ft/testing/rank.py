@@ -16,7 +16,7 @@ from lightning_ft.elastic.protocol import RankEnvironment
 
 def main(request: dict[str, Any]) -> None:
     """Call the requested function with this rank's engine and write down what it returns."""
-    environment = RankEnvironment.from_environ(os.environ)
+    environment = RankEnvironment.of_process()
     assert environment is not None, "this is no rank"
     directory = Path(request["directory"])
     policy = Policy(max_restarts=request["max_restarts"], timeout=request["timeout"])

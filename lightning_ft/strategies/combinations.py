@@ -1,0 +1,52 @@
+"""Which Trainers the strategy can work for."""
+
+from lightning.fabric.plugins.environments import ClusterEnvironment, KubeflowEnvironment, XLAEnvironment
+from lightning.pytorch.plugins import DeepSpeedPrecision, FSDPPrecision, Precision, XLAPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_ft.elastic.options import Policy
+
+_OTHERS_PROCESSES = (KubeflowEnvironment, XLAEnvironment)
+_OTHERS_PRECISIONS = (DeepSpeedPrecision, FSDPPrecision, XLAPrecision)
+
+
+def check_combination(
+    policy: Policy,
+    *,
+    num_nodes: int,
+    num_devices: int,
+    environment: ClusterEnvironment | None,
+    precision: Precision,
+) -> None:
+    """Refuse a Trainer whose other arguments contradict the strategy.
+
+    Raises:
+        MisconfigurationException: Says which, and what was expected.
+
+    """
+    if num_nodes != 1:
+        raise MisconfigurationException(
+            f"`FTStrategy` with `Trainer(num_nodes={num_nodes})` is not supported: expected 1, all ranks on one machine."
+        )
+    if policy.min_replicas > num_devices:
+        raise MisconfigurationException(
+            f"`FTStrategy(min_replicas={policy.min_replicas})` with `Trainer(devices={num_devices})`: expected 1 to"
+            f" {num_devices}."
+        )
+    if policy.spares and num_devices == 1:
+        raise MisconfigurationException(
+            f"`FTStrategy(spares={policy.spares})` with `Trainer(devices=1)`: there are no other ranks that could go on"
+            " while a spare joins. Use `spares=0`, or more devices."
+        )
+    if isinstance(environment, _OTHERS_PROCESSES):
+        name = type(environment).__name__
+        raise MisconfigurationException(
+            f"`FTStrategy` with `Trainer(plugins=[{name}()])`: the strategy starts its own ranks, on one machine, but"
+            f" under {name} others do. Leave the plugin out, and start the script once."
+        )
+    if isinstance(precision, _OTHERS_PRECISIONS):
+        name = type(precision).__name__
+        raise MisconfigurationException(
+            f"`FTStrategy` with `Trainer(plugins=[{name}(...)])`: {name} belongs to another strategy, and this one does not"
+            " shard parameters. Use `Trainer(precision=...)`."
+        )
