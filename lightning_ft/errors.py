@@ -181,6 +181,25 @@ class UnsupportedStateError(FaultToleranceError, TypeError):
         return f"The state at `{self.path}` cannot be sent to another rank: {self.type_name}. {self.advice}"
 
 
+class StateUnavailableError(FaultToleranceError, RuntimeError):
+    """A rank that joins gets no state: collecting it failed in the live rank that was to hand it out.
+
+    Args:
+        source: Global rank that could not collect it.
+        reason: What was raised there, with its traceback.
+
+    """
+
+    def __init__(self, source: int, reason: str) -> None:
+        super().__init__(source, reason)
+        self.source = source
+        self.reason = reason
+
+    def __str__(self) -> str:
+        *trace, last = self.reason.strip().splitlines()
+        return "\n".join([f"Rank {self.source} could not collect the state for a rank that joins: {last}", *trace])
+
+
 class MalformedStateError(FaultToleranceError, ValueError):
     """Received training state is not what a peer of this version would send.
 

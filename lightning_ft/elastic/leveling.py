@@ -18,7 +18,7 @@ from lightning_ft.elastic.groups import Group
 from lightning_ft.elastic.state_codec import encode
 from lightning_ft.elastic.transfer import StateServer, receive_state
 from lightning_ft.elastic.vigil import Vigil
-from lightning_ft.errors import ReconfigurationError
+from lightning_ft.errors import ReconfigurationError, StateUnavailableError
 from lightning_ft.events.log import EventLog
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,7 @@ class Leveling:
         Raises:
             RuntimeError: If a member died meanwhile.
             ReconfigurationError: If it can't be done.
+            StateUnavailableError: If this rank joins, and there is no state for it.
 
         """
         outcome = Outcome()
@@ -160,8 +161,7 @@ class Leveling:
         elif self._rank in joiners:
             received = receive_state(self._vigil, *ports[source])
             if received["error"]:
-                reason = f"rank {source} could not collect the state:\n{received['error']}"
-                raise ReconfigurationError(self._generation, 1, reason)
+                raise StateUnavailableError(source, received["error"])
             outcome.state, outcome.joined = (received["state"],), received["joined"]
             outcome.sequence = table[source].sequence + 1
             self._events.emit("healed", source=self._members[source])
@@ -169,13 +169,12 @@ class Leveling:
     def _send_state(self, joined: list[int], count: int, provide_state: ProvideState, server: StateServer) -> None:
         started = time.monotonic()
         self._events.emit("handing_out", to=joined)
-        state, error = None, ""
         try:
-            state = provide_state(joined)
-        except Exception as exception:  # a callback's own code: the joiner fails of it, the survivors do not
+            encoded = encode({"joined": joined, "state": provide_state(joined), "error": ""})
+        except Exception as exception:  # a callback's own code or state: the joiner fails of it, and shows it, not we
+            log.warning("The state for slots %s could not be collected (%s).", joined, type(exception).__name__)
             error = "".join(traceback.format_exception(exception))
-            log.exception("The state for slots %s could not be collected.", joined)
-        encoded = encode({"joined": joined, "state": state, "error": error})
+            encoded = encode({"joined": joined, "state": None, "error": error})
         server.send(encoded, count)
         elapsed = round(1e3 * (time.monotonic() - started), 2)
         num_bytes = len(encoded.header) + sum(storage.numel() for storage in encoded.storages)

@@ -27,7 +27,7 @@ from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import NO_SLOT, Generation, RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.elastic.vigil import Vigil
-from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError
+from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError, StateUnavailableError
 from lightning_ft.events.log import EventLog
 
 log = logging.getLogger(__name__)
@@ -325,7 +325,7 @@ class LocalEngine:
                 with self.activity.during("hand-over") if joining or at_top else nullcontext():
                     outcome = leveling.run(Standing(self._sequence, joining, at_top), self._last, provide_state)
                 break
-            except ReconfigurationError:
+            except (ReconfigurationError, StateUnavailableError):
                 raise
             except RuntimeError as error:
                 self.events.emit("generation_failed", generation=number, error=str(error)[:200])

@@ -26,6 +26,7 @@ class Failures:
 
     def add(self, slot: int, raised: Raised) -> None:
         """Note what ended the process of ``slot``."""
+        self.progressed(raised["step"])  # reports of progress are rarer than steps
         self._current.setdefault(_error(raised), {})[slot] = raised["step"]
 
     def progressed(self, step: int) -> None:

@@ -113,13 +113,13 @@ class Membership:
             case "asked" | "exclude":
                 self._on_request(rank, message, now)
 
-    def exited(self, slot: int, incarnation: int, code: int, now: float) -> None:
-        """The process of a rank is gone; ``code`` is its exit code, or ``-signum``."""
+    def exited(self, slot: int, incarnation: int, code: int, now: float, hint: str | None = None) -> None:
+        """The process of a rank is gone; ``code`` is its exit code, or ``-signum``; ``hint`` may say why."""
         rank = self._roster.find(slot, incarnation)
         if rank is None:
             return
         self._roster.remove(rank)
-        how = rank.killed_because or describe(code)
+        how = rank.killed_because or ": ".join(part for part in (describe(code), hint) if part)
         if rank.raised is not None:
             how = tell_raised(rank.raised)
         is_member = slot in self.members
@@ -223,11 +223,13 @@ class Membership:
     def _judge(self, rank: Rank, raised: Raised, now: float) -> None:
         """Decide whether what a rank raised is the end of the job or only of the rank."""
         told = f"Slot {rank.slot} raised {raised['exception']}"
-        self._failures.add(rank.slot, raised)
-        culprit = self._failures.used_up(rank.slot, raised, now, self.policy.restart_window)
         if not self._has_progressed:
             self._abort(raised["code"], f"{told} before the first step.", now)
-        elif self._failures.is_everywhere(raised, self.members):
+        if self._verdict is not None or rank.phase is not Phase.MEMBER:
+            return  # what keeps a rank from coming back is nothing to the others
+        self._failures.add(rank.slot, raised)
+        culprit = self._failures.used_up(rank.slot, raised, now, self.policy.restart_window)
+        if self._failures.is_everywhere(raised, self.members):
             self._stop(f"{told}, and so did every other member, without a step in between.", now, raised["code"])
         elif culprit is not None:
             self._stop(f"{tell_raised(raised)} in slot {rank.slot}, as in slot {culprit} before.", now, raised["code"])
@@ -265,15 +267,15 @@ class Membership:
             if self.members:
                 self._roster.act(Notice(f"{told} as the call was ending."))
         else:
-            self._roster.act(Notice(f"{told}; {self._respawn(rank.slot, now, rank.raised)}."))
+            self._roster.act(Notice(f"{told}; {self._respawn(rank.slot, now)}."))
+            if rank.phase is Phase.MEMBER and rank.raised is not None and not self._respawns.has(rank.slot):
+                self._failures.use_up(rank.slot, rank.raised, now)
 
-    def _respawn(self, slot: int, now: float, raised: Raised | None = None) -> str:
+    def _respawn(self, slot: int, now: float) -> str:
         limit = self.policy.max_restarts
         count = self._respawns.schedule(slot, now, self.policy.restart_window, limit)
         if count is None:
             self._roster.record("excluded", slot=slot, restarts=limit)
-            if raised is not None:
-                self._failures.use_up(slot, raised, now)
             return f"it stays out after {limit} respawn{'s' * (limit > 1)}" if limit else "it stays out"
         return f"respawning ({count} of {limit})"
 

@@ -54,6 +54,10 @@ class Respawns:
         self._due.clear()
         return slots
 
+    def has(self, slot: int) -> bool:
+        """Return whether ``slot`` will start again."""
+        return slot in self._due
+
     def deadline(self) -> float | None:
         """Return when the next start is due."""
         return min(self._due.values(), default=None)

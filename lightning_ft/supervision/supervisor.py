@@ -27,6 +27,7 @@ from lightning_ft.supervision import program
 from lightning_ft.supervision.actions import Action, Ask, Finish, Notice, Record, Send, Show, Signal, Spawn
 from lightning_ft.supervision.command import SUPERVISOR_MODULE
 from lightning_ft.supervision.membership import Membership
+from lightning_ft.supervision.memory import OutOfMemoryKills
 from lightning_ft.supervision.output import Output, Writer
 from lightning_ft.supervision.processes import become_subreaper, end_group, is_stopped
 from lightning_ft.supervision.spares import Spares
@@ -78,6 +79,7 @@ class Supervisor:
         self._slots: dict[int, _Process] = {}
         self._selector = selectors.DefaultSelector()
         starter.watch(self._selector, self._on_started)
+        self._memory_kills = OutOfMemoryKills()
         self._events = EventLog(slot=None)
         self._run_id = secrets.token_hex(8)
         self._store = _start_store()
@@ -204,6 +206,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Take note of all processes that ended: ranks, what their own children left, the zygote."""
+        ran_out = self._memory_kills.has_risen()
         while True:
             try:
                 peeked = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -222,9 +225,9 @@ class Supervisor:
             self._starter.forget(pid)
             process = self._processes.pop(pid, None)
             if process is not None:
-                self._bury(process, os.waitstatus_to_exitcode(status))
+                self._bury(process, os.waitstatus_to_exitcode(status), ran_out)
 
-    def _bury(self, process: _Process, code: int) -> None:
+    def _bury(self, process: _Process, code: int, ran_out: bool) -> None:
         for channel in list(process.channels):
             self._receive(process, channel)  # its last words explain its end
             self._hang_up(process, channel)
@@ -234,7 +237,8 @@ class Supervisor:
             self._events.emit("spare_exit", pid=process.pid, code=code)
             self._spares.ended(process.slot, time.monotonic())
         else:
-            self._membership.exited(process.slot, process.incarnation, code, time.monotonic())
+            hint = "the kernel ran out of memory" if ran_out and code == -signal.SIGKILL else None
+            self._membership.exited(process.slot, process.incarnation, code, time.monotonic(), hint)
 
     # The control channel.
 

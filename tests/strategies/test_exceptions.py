@@ -84,7 +84,7 @@ class Run:
         return [record for record in self.seen.get(slot, []) if record["incarnation"] == incarnation]
 
     def names(self, slot: int, incarnation: int = 0) -> list[str]:
-        return [record["seen"] for record in self.of(slot, incarnation)]
+        return [record["seen"] for record in self.of(slot, incarnation) if record["seen"] != "worker"]
 
     @property
     def told(self) -> list[str]:
@@ -104,7 +104,15 @@ def run(directory: Path, timeout: float = 120.0, **options: Any) -> Run:
         for slot in range(devices)
         if (path := directory / f"seen_{slot}.jsonl").exists()
     }
+    assert not [record for records in seen.values() for record in records if is_alive(record["pid"])]
     return Run(job, seen)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def assert_went_on(run: Run, places: dict[int, list[str]]) -> None:
@@ -184,6 +192,37 @@ def test_only_rank_0_writes_a_checkpoint_when_it_raises_alone(tmp_path: Path) ->
     assert written.name == f"epoch=0-step={step}.ckpt"
     assert torch.load(tmp_path / "kept" / "last.ckpt", weights_only=False)["global_step"] == step
     assert job.of(1)[1]["step"] <= step
+
+
+def test_a_state_that_cannot_be_collected_costs_only_the_rank_that_comes_back(tmp_path: Path) -> None:
+    job = run(tmp_path, places={"0": ["Callback.state_dict"], "1": ["training_step"]}, ft={"min_replicas": 3})
+    assert_went_on(job, {0: [], 1: ["training_step", "joining"]})
+    assert job.names(0) == ["fault", "Logger.finalize", "end", "atexit"]
+    assert job.names(1, 1) == RAISED
+    error = "Rank 0 could not collect the state for a rank that joins: Refused: in Callback.state_dict of slot 0"
+    assert job.count(f"lightning_ft.errors.StateUnavailableError: {error}") == 1
+    assert len([line for line in job.told if f"died (StateUnavailableError: {error})" in line]) == 1
+
+
+def test_a_state_that_can_never_be_sent_ends_in_a_job_of_those_that_are_left(tmp_path: Path) -> None:
+    places = {"0": ["object@Callback.state_dict"], "1": ["training_step"]}
+    job = run(tmp_path, places=places, ft={"min_replicas": 3, "max_restarts": 2})
+    assert job.job.returncode == 1
+    assert job.names(0) == ["fault", *RAISED]
+    assert job.names(1, 1) == job.names(1, 2) == RAISED
+    assert job.count("lightning_ft.errors.StateUnavailableError: Rank 0 could not collect the state") == 1
+    assert "checkpoint']['callbacks']['Watched']['some']` cannot be sent to another rank" in job.job.stderr
+    assert "it stays out after 2 respawns" in job.told[-2]
+    assert job.told[-1].endswith("2 alive, 3 needed (`min_replicas`), and the others may not start again.")
+
+
+def test_a_logger_that_fails_in_one_rank_0_is_taken_over_by_the_next(tmp_path: Path) -> None:
+    places = {0: ["Logger.log_metrics"], 1: ["Logger.log_dir"]}
+    job = run(tmp_path, places=places, ft={"min_replicas": 3})
+    assert_went_on(job, places)
+    for slot, (place,) in places.items():
+        assert job.names(slot) == ["fault", *RAISED]
+        assert job.count(f"Refused: in {place} of slot {slot}") == 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -718,6 +718,28 @@ def test_exception_that_goes_on_in_another_slot_once_it_used_up_one_ends_the_job
     assert job.shown == ["ValueError: sample 7", "ValueError: sample 7, as the epoch ends"]
 
 
+def test_exception_that_keeps_ranks_from_coming_back_is_nothing_to_the_others() -> None:
+    job = Job(4, max_restarts=1)
+    job.train()
+    for slot in (2, 3):
+        job.kill(slot)
+        job.begin(slot)
+        job.raises(slot)
+        assert job.notices[-1].endswith("it stays out after 1 respawn.")
+    assert job.members == [0, 1]
+    assert job.finish is None
+    assert job.shown == ["ValueError: no"]
+
+
+def test_reason_of_a_signal_is_told_if_it_is_known() -> None:
+    job = Job(2)
+    job.train()
+    job.membership.exited(1, 0, -signal.SIGKILL, job.now, "the kernel ran out of memory")
+    job.live.pop(1)
+    job.settle()
+    assert "died (SIGKILL: the kernel ran out of memory); respawning" in job.notices[-1]
+
+
 def test_exception_that_the_script_catches_leaves_the_rank_in_the_next_call() -> None:
     job = Job(2, grace=5.0)
     job.train()

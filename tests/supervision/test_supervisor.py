@@ -9,7 +9,7 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,15 +31,20 @@ class Job:
     """A supervisor, and everything that it and its ranks print."""
 
     def __init__(
-        self, zygote: Zygote, arguments: list[str], stdin: bytes = b"", cwd: Path = ROOT, terminal: bool = False
+        self,
+        zygote: Zygote,
+        arguments: list[str],
+        stdin: bytes = b"",
+        cwd: Path = ROOT,
+        terminal: bool = False,
+        command: Sequence[str] = ("-m", "lightning_ft.supervision.supervisor"),
     ) -> None:
         reader, writer = pty.openpty() if terminal else os.pipe()
         stdin_reader, stdin_writer = os.pipe()
         os.write(stdin_writer, stdin)
         os.close(stdin_writer)
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
-        command = ["-m", "lightning_ft.supervision.supervisor", *arguments]
-        self.pid = zygote.spawn(command, env, str(cwd), stdin_reader, writer, writer)
+        self.pid = zygote.spawn([*command, *arguments], env, str(cwd), stdin_reader, writer, writer)
         os.close(writer)
         os.close(stdin_reader)
         self._reader = reader
@@ -280,6 +285,35 @@ def test_death_of_the_supervisor_leaves_no_process(start: Start) -> None:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def test_bug_of_the_supervisor_ends_the_job_with_its_traceback(zygote: Zygote, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(HEADER + "open(f'{__file__}.{os.getpid()}', 'w').close(); ImitatedRank().begin(); signal.pause()")
+    code = f"""
+import sys
+from lightning_ft.supervision import supervisor
+perform = supervisor.Supervisor._perform
+def broken(self, action):
+    perform(self, action)
+    if isinstance(action, supervisor.Send):
+        raise KeyError("a bug")
+supervisor.Supervisor._perform = broken
+sys.exit(supervisor.main(["--num-slots", "3", "--start-method", "fork", "--", {str(path)!r}]))
+"""
+    job = Job(zygote, [], command=["-c", code])
+    assert job.finish() == 1
+    assert job.output.count("KeyError: 'a bug'") == 1
+    pids = [int(file.suffix[1:]) for file in tmp_path.glob("train.py.*")]
+    assert len(pids) == 3
+    deadline = time.monotonic() + DEADLINE
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            os.close(descriptor)
+            assert ready, "a rank outlived the supervisor"
+    job.close()
 
 
 def test_termination_reaches_every_rank_once_and_ends_the_job_with_143(start: Start) -> None:

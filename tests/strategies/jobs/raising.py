@@ -10,6 +10,7 @@ import ctypes
 import json
 import os
 import sys
+import time
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,9 @@ class Unpicklable(Exception):
 
 def see(what: str, **more: Any) -> None:
     with open(f"seen_{SLOT}.jsonl", "a") as file:
-        file.write(json.dumps({"seen": what, "incarnation": INCARNATION, "pid": os.getpid(), **more}) + "\n")
+        file.write(
+            json.dumps({"seen": what, "incarnation": INCARNATION, "pid": os.getpid(), "t": time.time(), **more}) + "\n"
+        )
 
 
 class Fault:
@@ -78,10 +81,11 @@ class Fault:
         self.how = how or "raise"
         self.trainer: Trainer | None = None
         self.first_step: int | None = None
+        self.gives_object = False
 
     @property
     def is_last(self) -> bool:
-        return len(OPTIONS.places.get(str(SLOT), [])) <= INCARNATION
+        return len(OPTIONS.places.get(str(SLOT), [])) <= INCARNATION + (self.place == "")
 
     def reach(self, place: str) -> None:
         if place != self.place:
@@ -93,6 +97,9 @@ class Fault:
             return  # a process that did nothing would be started again later each time
         self.place = ""
         see("fault", place=place, how=self.how)
+        self.gives_object = self.how == "object"
+        if self.gives_object:
+            return
         end(self.how)
         fail(self.how, f"in {place} of slot {SLOT}")
 
@@ -220,6 +227,7 @@ def collate(batch: list[Tensor]) -> Tensor:
 
 
 def init_worker(worker: int) -> None:
+    see("worker")
     FAULT.reach("worker_init")
 
 
@@ -238,6 +246,11 @@ class Data(LightningDataModule):
 
 @fail_in(*LOGGER_METHODS, prefix="Logger.")
 class Log(CSVLogger):
+    @property
+    def log_dir(self) -> str:
+        FAULT.reach("Logger.log_dir")
+        return super().log_dir
+
     def finalize(self, status: str) -> None:
         see("Logger.finalize", status=status)
         super().finalize(status)
@@ -249,7 +262,7 @@ class Watched(Callback):
         FAULT.trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        return {"some": 1}
+        return {"some": object() if FAULT.gives_object else 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         FAULT.reach("Callback.load_state_dict")
