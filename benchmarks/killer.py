@@ -1,10 +1,10 @@
-"""Kills ranks of a running job from outside, at moments that nothing in the job knows of."""
+"""Harms ranks of a running job from outside, at moments that nothing in the job knows of."""
 
 import json
 import os
+import resource
 import signal
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Killer:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.num_killed = 0
+        self.num_faults = 0
 
     @property
     def directory(self) -> Path | None:
@@ -62,18 +62,30 @@ class Killer:
         spawns = [e for e in read_events(self.directory) if e["event"] == "spawn" and e["slot"] == slot]
         return int(spawns[-1]["incarnation"])
 
-    def kill(self, victims: Iterable[tuple[int, int]]) -> None:
-        """Send SIGKILL to ``(slot, process id)`` each, one right after the other."""
+    def kill(self, slot: int, pid: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the process that is in ``slot``."""
         assert self.directory is not None
-        records = [(slot, pid, self.incarnation(slot)) for slot, pid in victims]
-        lines = []
-        for slot, pid, incarnation in records:
-            moment = time.time()
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            self.num_killed += 1
-            lines.append({"t": moment, "event": "fault", "slot": slot, "incarnation": incarnation, "kind": "kill"})
+        incarnation, moment = self.incarnation(slot), time.time()
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+        self.num_faults += 1
+        kind = signal.Signals(number).name
+        line = {"t": moment, "event": "fault", "slot": slot, "incarnation": incarnation, "kind": kind}
         with open(self.directory / "killer.jsonl", "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.write(json.dumps(line) + "\n")
+
+    def have_raise(self, slot: int) -> None:
+        """Have the next step of ``slot`` raise, see ``benchmarks.workload``."""
+        (self._root / f"raise_{slot}").touch()
+        self.num_faults += 1
+
+    def fill_disk(self, pid: int, full: bool = True) -> None:
+        """Have each write of a process to a file fail, or no longer: as on a full disk, but for this process alone."""
+        unlimited = resource.RLIM_INFINITY
+        try:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 if full else unlimited, unlimited))
+        except ProcessLookupError:
+            return
+        self.num_faults += full

@@ -33,13 +33,13 @@ def measure(kills: int, seed: int, size: str, work: float, spares: int) -> Audit
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
             killer = Killer(root)
             deadline = time.monotonic() + 120 + 10 * kills
-            while killer.num_killed < kills and job.poll() is None and time.monotonic() < deadline:
+            while killer.num_faults < kills and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(chance.uniform(0.8, 1.6))
                 settled = killer.settled()
                 if len(settled) == 3:
                     slot = chance.choice(sorted(settled))
-                    killer.kill([(slot, settled[slot])])
-                    print(f"kill {killer.num_killed} of {kills}: slot {slot}", flush=True)
+                    killer.kill(slot, settled[slot])
+                    print(f"kill {killer.num_faults} of {kills}: slot {slot}", flush=True)
             while len(killer.settled()) < 3 and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
             (root / "stop").touch()

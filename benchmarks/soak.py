@@ -1,81 +1,162 @@
-"""Trainings that lose ranks all the time: a kill every three seconds on average, rank 0 too, pairs within 5 ms too.
+"""Trainings to which something happens all the time, a fault every three seconds on average, to rank 0 too.
 
-Each round is one training with options drawn from the seed (accumulation, workers, validation and checkpoints). It counts
-what must not happen: ``hangs``, ``divergences`` (ranks whose weights or optimizer state differ at the same step, steps lost
-or described differently), ``samples_twice`` and ``samples_never`` (batches, per epoch). ``python -m benchmarks.soak
---seed N`` repeats the draws of an earlier run.
+Each round is one training with options and faults drawn from the seed. Kinds of faults, each from outside and at any moment:
+``kill`` (SIGKILL), ``pair`` (two at once, or the second while the survivors recover from the first), ``stop`` (SIGSTOP),
+``raise`` (an exception in one rank's ``training_step``), ``disk`` (for a second, nothing that one rank writes to a file
+gets there, checkpoints included).
+
+It counts what must not happen: ``hangs``, ``failures`` (the job's exit code), ``divergences`` (ranks whose weights or
+optimizer state differ at the same step, steps lost or described differently), ``samples_twice`` and ``samples_never``
+(batches, per epoch). ``python -m benchmarks.soak --seed N`` repeats the draws of a round that went wrong.
 """
 
 import argparse
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.killer import Killer
 from lightning_ft.events.audit import audit
 from lightning_ft.events.log import read_events
 
+KINDS = ("kill", "pair", "stop", "raise", "disk")
+FORBIDDEN = ("hangs", "failures", "divergences", "samples_twice", "samples_never")
+
 _ROUND_SECONDS = 60.0
-_MEAN_SECONDS_BETWEEN_KILLS = 3.0
-_PAIRS = 0.25
+_MEAN_SECONDS_BETWEEN_FAULTS = 3.0
+_TIMEOUT = 5.0  # generous for a loaded machine
+_FULL_DISK_SECONDS = 1.0
+_LONGEST_PAUSE_IN_A_PAIR = 0.1
+_PROGRESS_SECONDS = 10.0
 
 
-def run_round(seed: int, seconds: float) -> Counter[str]:
+@dataclass(frozen=True)
+class Strike:
+    """One fault of a round's plan.
+
+    Args:
+        after: Seconds after the one before.
+        kind: One of :data:`KINDS`.
+        who: Picks the victim: a fraction of the ranks that take part then, by slot.
+        pause: Seconds until the second death of a pair.
+
+    """
+
+    after: float
+    kind: str
+    who: float
+    pause: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round: how the training is started, and what happens to it."""
+
+    arguments: list[str]
+    strikes: list[Strike]
+
+    @classmethod
+    def draw(cls, seed: int, kinds: list[str]) -> "Plan":
+        """Return the plan of ``seed``."""
+        chance = random.Random(seed)
+        arguments = ["--devices", str(chance.choice([3, 3, 4])), "--epoch-steps", str(chance.choice([40, 150]))]
+        arguments += ["--accumulate", str(chance.choice([1, 1, 3])), "--workers", str(chance.choice([0, 0, 0, 1]))]
+        arguments += ["--validate"] if chance.random() < 0.7 else []
+        strikes = [
+            Strike(
+                chance.expovariate(1 / _MEAN_SECONDS_BETWEEN_FAULTS),
+                chance.choice(kinds),
+                chance.random(),
+                chance.choice([0.0, chance.uniform(0.0, _LONGEST_PAUSE_IN_A_PAIR)]),
+            )
+            for _ in range(1000)
+        ]
+        return cls(arguments, strikes)
+
+
+def run_round(seed: int, seconds: float, kinds: list[str]) -> Counter[str]:
     """Run one training for about ``seconds`` and return what happened in it."""
-    chance = random.Random(seed)
-    devices = chance.choice([3, 3, 4])
+    plan = Plan.draw(seed, kinds)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--size", "0.01M"]
-        command += ["--devices", str(devices), "--work", "0.01", "--steps", "1000000", "--max-restarts", "100000"]
-        command += ["--epoch-steps", str(chance.choice([40, 150])), "--accumulate", str(chance.choice([1, 1, 3]))]
-        command += ["--workers", str(chance.choice([0, 0, 0, 1])), "--stop-file", str(root / "stop")]
-        command += ["--directory", directory, *(["--validate"] if chance.random() < 0.7 else [])]
-        print(f"seed {seed}: {' '.join(command[3:])}", flush=True)
+        command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--size", "0.01M", "--work", "0.01"]
+        command += ["--steps", "1000000", "--max-restarts", "100000", "--timeout", str(_TIMEOUT)]
+        command += ["--stop-file", str(root / "stop"), "--directory", directory, *plan.arguments]
+        print(f"seed {seed}: {' '.join(plan.arguments)}", flush=True)
         log = root / "output.txt"
         with open(log, "wb") as output:
             job = subprocess.Popen(
                 command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
             )
         killer = Killer(root)
-        _kill_for(seconds, chance, killer, job)
+        counts: Counter[str] = Counter()
+        _strike_for(seconds, plan, killer, job, counts)
         (root / "stop").touch()
-        counts = Counter(faults=killer.num_killed)
         try:
             job.wait(timeout=90)
         except subprocess.TimeoutExpired:
             counts["hangs"] += 1
             job.kill()
             job.wait()
-        if job.returncode:
-            counts["failures"] += 1
+        counts["failures"] += job.returncode != 0
         if killer.directory is not None:
-            counts += _check(killer.directory)
-        bad = {key: value for key, value in counts.items() if key not in ("faults", "joins", "steps") and value}
-        if bad:
+            counts.update(_check(killer.directory))
+        if bad := {key: counts[key] for key in FORBIDDEN if counts[key]}:
             keep = Path(f"soak_{seed}")
             subprocess.run(["cp", "-r", directory, str(keep)], check=False)
-            print(f"seed {seed} went wrong: {bad}; kept {keep}", flush=True)
-            print(log.read_text(errors="replace")[-4000:], flush=True)
+            print(f"seed {seed} went wrong: {bad}; kept {keep}\n{log.read_text(errors='replace')[-4000:]}", flush=True)
         return counts
 
 
-def _kill_for(seconds: float, chance: random.Random, killer: Killer, job: subprocess.Popen[bytes]) -> None:
+def _strike_for(seconds: float, plan: Plan, killer: Killer, job: subprocess.Popen[bytes], counts: Counter[str]) -> None:
     start_up = time.monotonic() + 60
     while not killer.settled() and job.poll() is None and time.monotonic() < start_up:
         time.sleep(0.2)
-    end = time.monotonic() + seconds
-    while job.poll() is None and time.monotonic() < end:
-        time.sleep(min(chance.expovariate(1 / _MEAN_SECONDS_BETWEEN_KILLS), max(0.0, end - time.monotonic())))
-        settled = killer.settled()
-        victims = chance.sample(sorted(settled), min(2 if chance.random() < _PAIRS else 1, max(0, len(settled) - 1)))
-        killer.kill((slot, settled[slot]) for slot in victims)  # somebody who holds the state must be left
+    end, tell_at = time.monotonic() + seconds, time.monotonic() + _PROGRESS_SECONDS
+    harmed: set[int] = set()
+    for strike in plan.strikes:
+        time.sleep(min(strike.after, max(0.0, end - time.monotonic())))
+        if job.poll() is not None or time.monotonic() >= end:
+            return
+        _strike(strike, killer, harmed)
+        counts["faults"] = killer.num_faults
+        counts[strike.kind] += 1
+        if time.monotonic() >= tell_at:
+            tell_at = time.monotonic() + _PROGRESS_SECONDS
+            print(f"  {end - time.monotonic():3.0f} s left, {killer.num_faults} faults", flush=True)
+
+
+def _strike(strike: Strike, killer: Killer, harmed: set[int]) -> None:
+    """Do it, unless nobody would be left who holds the state and is not ``harmed``."""
+    settled = killer.settled()
+    order = sorted(settled)
+    victim = order[int(strike.who * len(order))] if order else -1
+    sound = [slot for slot, pid in settled.items() if pid not in harmed and slot != victim]
+    if not sound:
+        return
+    harmed.add(settled[victim])
+    if strike.kind == "stop":
+        killer.kill(victim, settled[victim], signal.SIGSTOP)
+    elif strike.kind == "raise":
+        killer.have_raise(victim)
+    elif strike.kind == "disk":
+        killer.fill_disk(settled[victim])
+        time.sleep(_FULL_DISK_SECONDS)
+        killer.fill_disk(settled[victim], full=False)
+    else:
+        killer.kill(victim, settled[victim], signal.SIGKILL)
+        other = order[(order.index(victim) + 1) % len(order)]
+        if strike.kind == "pair" and sound != [other]:
+            time.sleep(strike.pause)
+            killer.kill(other, settled[other], signal.SIGKILL)
 
 
 def _check(directory: Path) -> Counter[str]:
@@ -96,19 +177,20 @@ def _check(directory: Path) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
-    end = time.monotonic() + 60 * options.minutes
-    total: Counter[str] = Counter(hangs=0, failures=0, divergences=0, samples_twice=0, samples_never=0)
+    end = time.monotonic() + 60 * (options.minutes if not options.hours else 60 * options.hours)
+    total: Counter[str] = Counter(dict.fromkeys(FORBIDDEN, 0))
     seed = options.seed
     while (left := end - time.monotonic()) > 5:
-        total.update(run_round(seed, min(_ROUND_SECONDS, left)))
+        total.update(run_round(seed, min(_ROUND_SECONDS, left), options.kinds))
         seed += 1
-    result = {key: total[key] for key in ("faults", "hangs", "divergences", "samples_twice", "samples_never")}
-    print(json.dumps({**result, "failures": total["failures"], "joins": total["joins"], "steps": total["steps"]}))
-    if any(total[key] for key in ("hangs", "failures", "divergences", "samples_twice", "samples_never")):
+    print(json.dumps({key: total[key] for key in ("faults", *FORBIDDEN, *KINDS, "joins", "steps")}))
+    if any(total[key] for key in FORBIDDEN):
         sys.exit(1)
 
 

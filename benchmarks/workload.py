@@ -53,9 +53,13 @@ class Network(LightningModule):
             layers += [nn.Linear(width, width), nn.ReLU()]
         self.network = nn.Sequential(*layers, nn.Linear(width, 8))
         self.work = work
+        self.raise_file: str | None = None
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
+        if self.raise_file is not None and os.path.exists(self.raise_file):
+            os.unlink(self.raise_file)
+            raise ValueError("somebody asked for an exception")
         if self.work:
             time.sleep(self.work)
         return nn.functional.mse_loss(self.network(inputs), targets)
@@ -133,6 +137,7 @@ def main() -> None:
     parser.add_argument("--max-restarts", type=int, default=3)
     parser.add_argument("--spares", type=int, default=0)
     parser.add_argument("--stop-file", default=None, help="End when this file appears.")
+    parser.add_argument("--timeout", type=float, default=None)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--validate", action="store_true", help="Validate and save checkpoints, too.")
     parser.add_argument("--directory", default=".")
@@ -145,7 +150,7 @@ def main() -> None:
     callbacks += [StopFile(options.stop_file), Checksums()] if options.stop_file else []
     callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
     per_epoch = options.epoch_steps or options.steps
-    strategy = FTStrategy(max_restarts=options.max_restarts, spares=options.spares)
+    strategy = FTStrategy(max_restarts=options.max_restarts, spares=options.spares, timeout=options.timeout)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
@@ -164,7 +169,11 @@ def main() -> None:
     data = Regression(per_epoch * options.batch_size * options.devices)
     loader = DataLoader(data, batch_size=options.batch_size, shuffle=True, num_workers=options.workers)
     validation = DataLoader(Regression(8 * options.batch_size), batch_size=options.batch_size)
-    trainer.fit(Network(options.size, options.work), loader, validation if options.validate else None)
+    network = Network(options.size, options.work)
+    if options.stop_file:
+        slot = os.environ.get("LIGHTNING_FT_SLOT")
+        network.raise_file = os.path.join(os.path.abspath(options.directory), f"raise_{slot}")
+    trainer.fit(network, loader, validation if options.validate else None)
 
 
 if __name__ == "__main__":

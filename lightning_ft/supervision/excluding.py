@@ -57,8 +57,7 @@ class Excluding:
             self._remove(self._roster.ranks[slot], how)
         for rank in members:
             if findings.ask and not rank.killed:
-                rank.sight.asked = now
-                self._roster.act(Ask(rank.slot))
+                self._ask(rank, now)
         if findings.retry:
             self._generations.retry("all ranks wait for each other", now)
         for notice in findings.notices:
@@ -69,17 +68,24 @@ class Excluding:
     def _settle_joiners(self, policy: Policy, now: float) -> None:
         """End those that take too long to get ready; nobody waits for them, but their slot stays empty."""
         self._setup_due = None
-        limit = self._watch.limits.of("set-up", policy)
+        limit, stop_limit = self._watch.limits.of("set-up", policy), self._watch.limits.of_stopped(policy)
         for rank in self._roster.ranks.values():
+            sight = rank.sight
             is_preparing = rank.phase is Phase.JOINING or (rank.phase is Phase.STARTING and not rank.veteran)
             if not is_preparing or rank.killed or not self._generations.members:
                 continue
-            rank.sight.seen(now)
-            due = rank.sight.moved + limit
-            if now >= due:
-                self._remove(rank, f"hung for {limit:.0f} s in set-up")
-            else:
-                self._setup_due = min(due, self._setup_due or due)
+            sight.seen(now)
+            if sight.stopped or now >= sight.moved + limit:
+                self._remove(rank, f"hung for {now - sight.moved:.0f} s, {sight.describe()}")
+                continue
+            if now >= max(sight.moved, sight.asked) + stop_limit:
+                self._ask(rank, now)
+            due = min(sight.moved + limit, max(sight.moved, sight.asked) + stop_limit)
+            self._setup_due = min(due, self._setup_due or due)
+
+    def _ask(self, rank: Rank, now: float) -> None:
+        rank.sight.asked = now
+        self._roster.act(Ask(rank.slot))
 
     def _remove(self, rank: Rank, how: str) -> None:
         if rank.sight.stacks and not rank.sight.is_silent:

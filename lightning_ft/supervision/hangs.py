@@ -98,6 +98,10 @@ class Limits:
         learned = max(floor, _FACTOR * self._longest.get(doing, 0.0)) * 2.0 ** self._reached[doing]
         return max(min(learned, policy.stall_timeout), policy.timeout or 0.0)
 
+    def of_stopped(self, policy: Policy) -> float:
+        """Return the limit of a process that is stopped, whatever it did."""
+        return policy.timeout or min(_STOPPED_SECONDS, self.of("training step", policy))
+
     def observe(self, doing: str, seconds: float) -> None:
         """Others waited for this, and it ended well."""
         self._longest[doing] = max(seconds, self._longest.get(doing, 0.0))
@@ -185,7 +189,7 @@ class Watch:
         starts = {slot: max(since, sight.moved) for slot, sight in late.items()}
         limits = {slot: self._limit(sight, policy, now) for slot, sight in late.items()}
         dues = {slot: self._due(late[slot], starts[slot] + limits[slot], since, policy, now) for slot in late}
-        dues |= {slot: since + self._stop_limit(policy) for slot, sight in sights.items() if sight.stopped}
+        dues |= {slot: since + self.limits.of_stopped(policy) for slot, sight in sights.items() if sight.stopped}
         overdue = [slot for slot, due in dues.items() if now >= due and sights[slot].asked >= since]
         self._wake_at(now, *dues.values())
         num_quiet = sum(now - starts[slot] >= limits[slot] / 2 for slot in late)
@@ -193,6 +197,8 @@ class Watch:
             hung = overdue
         else:
             hung = [slot for slot in overdue if waiting and sights[slot].stopped]
+        if len(hung) == len(sights):  # somebody must be left who holds the state
+            hung = []
         for slot in hung:
             findings.hung[slot] = f"hung for {now - starts.get(slot, since):.0f} s, {sights[slot].describe()}"
             if not sights[slot].stopped:
@@ -208,12 +214,14 @@ class Watch:
         """All wait in an operation: one of them only seems to, or something was lost between them."""
         since = max(since, self._resumed)
         self._ask(since, policy, now, findings)
-        stop_due = since + self._stop_limit(policy)
+        stop_due = since + self.limits.of_stopped(policy)
         due = since + max(policy.timeout or 0.0, _STUCK_SECONDS)
         self._wake_at(now, stop_due, due)
         for slot, sight in sights.items():
             if (sight.stopped and now >= stop_due) or (sight.is_silent and now >= due):
                 findings.hung[slot] = f"hung for {now - since:.0f} s, {sight.describe()}"
+        if len(findings.hung) == len(sights):
+            findings.hung.clear()
         findings.retry = now >= due and not findings.hung
 
     def _ask(self, since: float, policy: Policy, now: float, findings: Findings) -> None:
@@ -233,9 +241,6 @@ class Watch:
         due = min(due, since + max(policy.stall_timeout, self._limit(sight, policy, now)))  # even if it moves
         is_asked = sight.is_silent and now < sight.asked + _ANSWER_SECONDS
         return max(due, min(sight.asked + _ANSWER_SECONDS, due + _ANSWER_SECONDS / 2)) if is_asked else due
-
-    def _stop_limit(self, policy: Policy) -> float:
-        return policy.timeout or min(_STOPPED_SECONDS, self.limits.of("training step", policy))
 
     def _learn(self, sights: Mapping[int, Sight], late: Mapping[int, Sight], since: float, now: float) -> None:
         if self._stalled_since is None:

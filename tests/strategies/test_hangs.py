@@ -32,6 +32,32 @@ def test_ranks_that_stop_are_found_even_if_they_are_most_of_all(train: Callable[
     assert {death.slot for death in audit(training.events).deaths} == {0, 2}
 
 
+@pytest.mark.parametrize("point", ["operation_failed", "generation"])
+def test_a_rank_that_stops_while_the_others_recover_from_a_death_is_killed_too(
+    point: Any, train: Callable[..., Any]
+) -> None:
+    faults = [
+        Fault(kind="kill", slot=2, point="gradients_ready", step=3, rendezvous=True),
+        Fault(kind="stop", slot=1, point=point, step=3),
+    ]
+    plan = FaultPlan(faults)
+    training = train(plan, ft={"timeout": 2.0, "min_replicas": 3})
+    training.assert_went_on(plan)
+    assert {death.slot: "SIGSTOP" in death.how for death in audit(training.events).deaths} == {2: False, 1: True}
+
+
+@pytest.mark.parametrize("point", ["join_requested", "healed"])
+def test_a_joiner_that_stops_on_its_way_in_is_replaced_and_holds_nobody_up(point: Any, train: Callable[..., Any]) -> None:
+    faults = [
+        Fault(kind="kill", slot=1, point="forward", step=3),
+        Fault(kind="stop", slot=1, point=point, incarnation=1),
+    ]
+    plan = FaultPlan(faults)
+    training = train(plan, ft={"timeout": 2.0, "min_replicas": 3})
+    training.assert_went_on(plan)
+    assert [death.incarnation for death in audit(training.events).deaths] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("where", "place"), [("lock", "training_step"), ("dataset", "__getitem__"), ("worker", "_try_get_data")]
 )

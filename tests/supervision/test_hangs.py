@@ -224,6 +224,17 @@ def test_stopped_ones_are_killed_even_if_they_are_most_and_the_rest_goes_on() ->
     assert set(group.hung) == {1, 2, 3}
 
 
+def test_not_all_are_killed_even_if_all_stopped_while_one_waited() -> None:
+    group = Group(3, timeout=3.0, stall_timeout=100.0)
+    group.wait(0)
+    group.stopped = {0, 1, 2}
+    group.pass_time(99.0)
+    assert (group.hung, group.errors) == ({}, [])
+    assert "slot 0 stopped (SIGSTOP); slot 1 stopped (SIGSTOP)" in group.notices[0]
+    group.pass_time(2.0)
+    assert len(group.errors) >= 1
+
+
 def test_nobody_waits_and_nobody_moves_is_a_stall_unless_all_set_up() -> None:
     group = Group(3)
     group.pass_time(61.0)

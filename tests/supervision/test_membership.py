@@ -541,6 +541,33 @@ def test_member_that_never_comes_to_the_step_boundary_is_removed_after_the_timeo
     assert job.members == [0, 2]
 
 
+def test_respawned_process_that_never_gets_ready_to_join_is_ended_for_the_sake_of_its_slot() -> None:
+    job = Job(2, setup_timeout=50.0)
+    job.train()
+    job.kill(1)
+    job.say(0, "ready", generation=job.number)
+    job.begin(1)
+    job.wait(49.0)
+    assert 1 in job.live
+    job.wait(2.0)
+    assert job.doomed == [1]
+    assert job.members == [0]
+    job.bury_doomed()
+    job.wait(1.0)
+    assert job.spawned[-1] == (1, 2)
+
+
+def test_respawned_process_that_is_stopped_is_ended_sooner() -> None:
+    job = Job(2)
+    job.train()
+    job.kill(1)
+    job.say(0, "ready", generation=job.number)
+    job.begin(1)
+    job.membership.found(1, job.live[1], True)
+    job.settle()
+    assert job.doomed == [1]
+
+
 # Rule 7: respawns.
 
 
