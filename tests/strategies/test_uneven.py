@@ -138,3 +138,23 @@ def test_a_rank_without_any_data_is_an_error_that_names_it(train_on_streams: Cal
     training = train_on_streams(devices=2, counts=[10, 0])
     assert training.job.returncode == 1
     assert "The training data of slot 1 yielded no batch in epoch 0" in training.job.stderr
+
+
+@pytest.mark.parametrize("source", ["iterable", "joint:max_size_cycle"])
+def test_a_checkpoint_resumes_every_stream_where_it_was(source: str, train_on_streams: Callable[..., Any]) -> None:
+    options = {"devices": 2, "counts": [24, 13], "source": source, "save_every": 2}
+    whole = train_on_streams(name="whole", **options)
+    rest = train_on_streams(name="rest", ckpt_path=str(whole.directory / "steps" / "step=2.ckpt"), **options)
+    rest.job.check()
+    assert_steps_contiguous(rest.events, last=whole.results[0]["global_step"])
+    for slot, result in rest.results.items():
+        assert result["trained"] == whole.results[slot]["trained"][2:]
+        assert result["fingerprint"] == whole.results[slot]["fingerprint"]
+
+
+def test_a_worker_that_is_killed_is_the_death_of_its_rank(train_on_streams: Callable[..., Any]) -> None:
+    training = train_on_streams(counts=[40, 40, 40], workers=1, kill_worker=[1, 6], ft={"min_replicas": 3})
+    check(training)
+    assert "DataLoader worker" in training.job.stderr
+    assert [event["how"] for event in training.of("exit") if event["code"] != 0 and event["incarnation"] == 0] != []
+    assert training.trained_samples(2) == [all_samples(40, 40, 40)] * 2

@@ -1,7 +1,9 @@
 """A training on streams: options as JSON in the first argument, results as JSON files in the directory."""
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -37,6 +40,10 @@ class Options:
     """Batches, by rank, in which `training_step` returns None."""
     none: dict[str, list[int]] = field(default_factory=dict)
     """Batches, by rank, that are None."""
+    kill_worker: list[int] = field(default_factory=list)
+    """Rank and batch at which a worker ends as if it had used up the memory."""
+    save_every: int = 0
+    ckpt_path: str | None = None
     buffers: bool = False
     dropout: float = 0.0
 
@@ -64,12 +71,16 @@ class SizedStream(Stream):
 
 
 class Collate:
-    def __init__(self, none: dict[str, list[int]], batch_size: int) -> None:
-        self.none, self.batch_size = none, batch_size
+    def __init__(self, options: Options) -> None:
+        self.none, self.batch_size, self.kill_worker = options.none, options.batch_size, options.kill_worker
 
     def __call__(self, samples: list[Tensor]) -> Tensor | None:
         batch = torch.stack(samples)
         rank, index = divmod(int(batch[0]), 1000)
+        if [rank, index // self.batch_size] == self.kill_worker and get_worker_info() is not None:
+            with contextlib.suppress(FileExistsError):
+                Path("killed").touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
         return None if index // self.batch_size in self.none.get(str(rank), []) else batch
 
 
@@ -85,7 +96,7 @@ def make_loader(options: Options) -> Any:
         Stream(options.counts, sized=kind == "sized"),
         batch_size=options.batch_size,
         num_workers=options.workers,
-        collate_fn=Collate(options.none, options.batch_size),
+        collate_fn=Collate(options),
     )
     return Batches(loader) if kind == "custom" else loader
 
@@ -161,6 +172,8 @@ def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
     seed_everything(7, verbose=False)
     callbacks: list[Callback] = [FaultPlan.from_environ()]
+    if options.save_every:
+        callbacks.append(ModelCheckpoint("steps", "{step}", every_n_train_steps=options.save_every, save_top_k=-1))
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
@@ -170,10 +183,10 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"enable_checkpointing": False, **options.trainer},
+        **{"enable_checkpointing": bool(options.save_every), **options.trainer},
     )
     model = Model(options)
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=options.ckpt_path)
     result = {
         "fingerprint": fingerprint(trainer),
         "global_step": trainer.global_step,
