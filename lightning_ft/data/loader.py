@@ -89,6 +89,8 @@ class ElasticLoader:
         return self
 
     def __next__(self) -> Any:
+        if self.plan.epoch != self._current_epoch():  # resumed from the end of an epoch: that one is over
+            iter(self)
         tickets = self.plan.take(self.live)
         if not tickets:
             self._batches = None

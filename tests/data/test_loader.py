@@ -206,3 +206,16 @@ def test_a_loader_continues_where_another_was(workers: int) -> None:
     for loader in resumed.loaders:
         loader.load_state_dict(job.loaders[0].state_dict())
     assert resumed.train() == {slot: batches[3:] for slot, batches in undisturbed.items()}
+
+
+def test_a_loader_that_resumes_at_the_end_of_an_epoch_goes_on_with_the_next_one() -> None:
+    job = make_job(36, 2)
+    job.train()
+    resumed = make_job(36, 2)
+    for loader in resumed.loaders:
+        loader.load_state_dict(job.loaders[0].state_dict())
+    for loader in resumed.loaders:
+        iter(loader)
+    resumed.epoch = 1  # Lightning finds out only now
+    first = [next(loader) for loader in resumed.loaders]
+    assert [as_list(batch) for batch in first] == [ours[0] for ours in stock_batches(36, 2, 1, batch_size=3).values()]
