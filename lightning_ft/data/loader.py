@@ -164,7 +164,19 @@ class ElasticLoader:
         num_samples = _full_length(self.sampler)
         size = self.batch_size or 1
         counts = [len(range(slot, num_samples, self._num_slots)) for slot in range(self._num_slots)]
-        return sum(count // size if self._source.drop_last else -(-count // size) for count in counts)
+        if self._source.drop_last:
+            return sum(count // size for count in counts)
+        return sum(-(-count // size) for count in counts) - self._num_slots + self._num_last(num_samples)
+
+    def _num_last(self, num_samples: int) -> int:
+        """How many slots share the last incomplete row of batches.
+
+        Usually all. But where ``DistributedSampler`` would repeat samples so that all have two, no slot is left with one:
+        some models cannot train on that (BatchNorm).
+        """
+        rest = num_samples % (self._num_slots * (self.batch_size or 1))
+        is_thin = (self.batch_size or 1) > 1 and self._num_slots < rest < 2 * self._num_slots
+        return rest // 2 if is_thin else self._num_slots
 
     def _epoch_order(self) -> Order:
         if self._order is None:
@@ -211,7 +223,8 @@ class ElasticLoader:
         if self.batch_size is None:
             return order[slot + self._num_slots * index]
         stride = self._num_slots * self.batch_size
-        return order[slot + stride * index : slot + stride * (index + 1) : self._num_slots]
+        in_row = self._num_slots if index < len(order) // stride else self._num_last(len(order))
+        return order[slot + stride * index : stride * (index + 1) : in_row]
 
     def _open_round(self, taken: list[int]) -> None:
         """Start prefetching the tickets of this slot: those just taken, then those that it takes next."""

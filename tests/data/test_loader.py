@@ -112,6 +112,14 @@ def test_samples_that_cannot_be_dealt_evenly_are_not_repeated(num_samples: int) 
     assert samples_of(job.train()) == Counter(range(num_samples))
 
 
+@pytest.mark.parametrize(("num_samples", "last"), [(31, [2, 2]), (32, [3, 2]), (33, [2, 2, 2]), (29, [1, 1])])
+def test_no_slot_is_left_with_one_sample_where_repetition_would_give_it_two(num_samples: int, last: list[int]) -> None:
+    batches = make_job(num_samples, 3).train()
+    assert samples_of(batches) == Counter(range(num_samples))
+    lengths = sorted((len(batch) for ours in batches.values() for batch in ours), reverse=True)
+    assert lengths == sorted([3] * (3 * (num_samples // 9)) + last, reverse=True)
+
+
 def test_drop_last_drops_the_incomplete_batch_of_each_slot_only() -> None:
     batches = make_job(38, 3, drop_last=True).train()
     assert all(len(batch) == 3 for ours in batches.values() for batch in ours)
