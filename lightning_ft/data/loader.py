@@ -1,17 +1,20 @@
 """The loader that a rank iterates: the user's sampler decides the order, tickets decide who trains what."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
-from typing import Any, Protocol
+from itertools import chain, zip_longest
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from lightning_ft.data.random_state import random_state, under_random_state
+from lightning_ft.data.replicas import as_replica, full_length
 from lightning_ft.data.tickets import TicketPlan
 
 Order = list[int] | list[list[int]]
+Result = TypeVar("Result")
 
 
 class Agreement(Protocol):
@@ -26,7 +29,7 @@ class ElasticLoader:
 
     Without faults a rank trains exactly the batches that ``DistributedSampler`` would give it, except that no sample is
     repeated to make the ranks even: rank ``r`` of ``R`` takes every ``R``-th sample of the order, in batches. Each such
-    batch is a ticket. A custom batch sampler's batches are dealt out whole.
+    batch is a ticket. A custom batch sampler makes the batches of each rank, as under ``ddp``, and they are dealt out whole.
 
     Args:
         source: The user's loader over a map-style dataset, with Lightning's ``DistributedSampler`` in it.
@@ -48,7 +51,7 @@ class ElasticLoader:
         limit: int | float = 1.0,
     ) -> None:
         self.dataset = source.dataset
-        self.sampler = source.sampler
+        self.sampler: Any = source.sampler
         self.batch_size = source.batch_size
         self.num_workers = source.num_workers
         self._source = source
@@ -57,7 +60,10 @@ class ElasticLoader:
         self._current_epoch = current_epoch
         self._agree = agree
         self._batched_by_user = source.batch_sampler is not None and type(source.batch_sampler) is not BatchSampler
+        if self._batched_by_user:
+            self.sampler = getattr(source.batch_sampler, "sampler", source.sampler)
         self._order: Order | None = None
+        self.plan = TicketPlan(0, num_slots)
         num_tickets = self._count_tickets()
         self._length = -(-num_tickets // num_slots)
         allowed = int(self._length * limit) if isinstance(limit, float) else limit
@@ -158,10 +164,11 @@ class ElasticLoader:
 
     def _count_tickets(self) -> int:
         if self._batched_by_user:
-            with _of_one_replica(self.sampler):
-                self._num_batches_by_user = len(self._source.batch_sampler)  # type: ignore[arg-type]
+            batch_sampler: Any = self._source.batch_sampler
+            lengths: list[int] = self._of_each_replica(lambda: len(batch_sampler))
+            self._num_batches_by_user = sum(lengths)
             return self._num_batches_by_user
-        num_samples = _full_length(self.sampler)
+        num_samples = full_length(self.sampler)
         size = self.batch_size or 1
         counts = [len(range(slot, num_samples, self._num_slots)) for slot in range(self._num_slots)]
         if self._source.drop_last:
@@ -181,7 +188,7 @@ class ElasticLoader:
     def _epoch_order(self) -> Order:
         if self._order is None:
             if self._is_function_of_epoch:
-                self.sampler.set_epoch(self.plan.epoch)  # type: ignore[attr-defined]
+                self.sampler.set_epoch(self.plan.epoch)
                 self._order = self._draw()
             else:
                 self._order = self._unpack(self._agree(lambda: self._pack(self._draw())))
@@ -189,11 +196,26 @@ class ElasticLoader:
         return self._order
 
     def _draw(self) -> Order:
-        with _of_one_replica(self.sampler):
-            return list(self._source.batch_sampler if self._batched_by_user else self.sampler)  # type: ignore[arg-type]
+        if not self._batched_by_user:
+            with as_replica(self.sampler, 0, 1):
+                return list(self.sampler)
+        rows = zip_longest(*self._of_each_replica(lambda: list(self._source.batch_sampler)))  # type: ignore[arg-type]
+        return [batch for row in rows for batch in row if batch is not None]
+
+    def _of_each_replica(self, evaluate: Callable[[], Result]) -> list[Result]:
+        """What every rank's batch sampler gives, if it is one over a ``DistributedSampler``; all draw alike."""
+        if not isinstance(self.sampler, DistributedSampler):
+            return [evaluate()]
+        self.sampler.set_epoch(self.plan.epoch)
+        state, results = random_state(), []
+        for replica in range(self._num_slots):
+            is_last = replica == self._num_slots - 1
+            with as_replica(self.sampler, replica, self._num_slots), under_random_state(None if is_last else state):
+                results.append(evaluate())
+        return results
 
     def _check_length(self, order: Order) -> None:
-        expected = self._num_batches_by_user if self._batched_by_user else _full_length(self.sampler)
+        expected = self._num_batches_by_user if self._batched_by_user else full_length(self.sampler)
         if len(order) != expected:
             sampler = self._source.batch_sampler if self._batched_by_user else self.sampler
             raise ValueError(
@@ -281,25 +303,3 @@ class _Upcoming:
 
     def __iter__(self) -> Iterator[Any]:  # a loader with workers asks twice before it fetches anything
         return map(self._indices, self.tickets())
-
-
-class _of_one_replica:
-    """Makes a ``DistributedSampler`` yield its whole order, unpadded, for a while."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-
-    def __enter__(self) -> None:
-        if isinstance(self._sampler, DistributedSampler):
-            self._saved = {k: getattr(self._sampler, k) for k in ("num_replicas", "rank", "num_samples", "total_size")}
-            length = _full_length(self._sampler)
-            self._sampler.num_replicas, self._sampler.rank = 1, 0
-            self._sampler.num_samples = self._sampler.total_size = length
-
-    def __exit__(self, *exc_info: object) -> None:
-        if isinstance(self._sampler, DistributedSampler):
-            vars(self._sampler).update(self._saved)
-
-
-def _full_length(sampler: Any) -> int:
-    return len(sampler.dataset if isinstance(sampler, DistributedSampler) else sampler)  # type: ignore[arg-type]

@@ -138,7 +138,7 @@ def _has_shared_order(dataloader: object) -> bool:
     return (
         isinstance(dataloader, DataLoader)
         and not isinstance(dataloader.dataset, IterableDataset)
-        and isinstance(dataloader.sampler, DistributedSampler)
+        and bool(_samplers(dataloader))
     )
 
 

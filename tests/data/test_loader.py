@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -163,6 +164,34 @@ def test_batches_of_a_batch_sampler_of_ones_own_are_dealt_whole() -> None:
         batches = job.train(epoch)
         assert samples_of(batches) == Counter(range(23))
         assert sorted(len(batch) for ours in batches.values() for batch in ours) == [3, 5, 5, 5, 5]
+
+
+class PairsByLength(BatchSampler):
+    """A batch sampler over somebody else's sampler, with random numbers of its own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        return iter([batches[index] for index in torch.randperm(len(batches)).tolist()])
+
+
+@pytest.mark.parametrize("num_samples", [24, 23])
+def test_a_batch_sampler_over_a_distributed_sampler_makes_the_batches_of_each_rank(num_samples: int) -> None:
+    def make_source(slot: int) -> DataLoader[Any]:
+        dataset = Numbers(num_samples)
+        return DataLoader(dataset, batch_sampler=PairsByLength(distributed(dataset, 2, slot), 4, drop_last=False))
+
+    torch.manual_seed(3)
+    job = Job(2, make_source)
+    for epoch in range(2):
+        torch.manual_seed(epoch)
+        batches = job.train(epoch)
+        assert samples_of(batches) == Counter(range(num_samples))
+        if num_samples == 24:
+            for slot, ours in batches.items():
+                torch.manual_seed(epoch)  # as all ranks have it
+                loader = make_source(slot)
+                loader.batch_sampler.sampler.set_epoch(epoch)  # type: ignore[union-attr]
+                assert ours == [as_list(batch) for batch in loader]
 
 
 def test_weights_are_drawn_once_for_all_ranks() -> None:

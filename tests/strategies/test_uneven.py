@@ -57,9 +57,10 @@ def test_even_streams_train_as_under_ddp(source: str, options: dict[str, Any], t
         ("joint:min_size", {"dropout": 0.3}),
         ("joint:max_size", {"trainer": {"limit_train_batches": 4}}),
         ("whole", {"trainer": {"use_distributed_sampler": False}}),
+        ("batches", {}),
     ],
 )
-def test_several_loaders_and_unsharded_ones_train_as_under_ddp(
+def test_several_loaders_unsharded_ones_and_batch_samplers_train_as_under_ddp(
     source: str, options: dict[str, Any], train_on_streams: Callable[..., Any]
 ) -> None:
     ours, theirs = (

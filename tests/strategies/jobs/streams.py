@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from lightning_ft import FTStrategy
 from lightning_ft.testing import FaultPlan, fingerprint
@@ -90,6 +90,9 @@ def make_loader(options: Options) -> Any:
         a, b = options.counts
         loaders = {"a": shuffled(range(a), options), "b": shuffled(range(1000, 1000 + b), options)}
         return CombinedLoader(loaders, mode)
+    if kind == "batches":
+        numbers: Any = range(options.counts[0])
+        return DataLoader(numbers, batch_sampler=Backwards(RandomSampler(numbers), options.batch_size, drop_last=False))
     if kind == "whole":
         return shuffled(range(options.counts[0]), options)
     loader = DataLoader(
@@ -99,6 +102,13 @@ def make_loader(options: Options) -> Any:
         collate_fn=Collate(options),
     )
     return Batches(loader) if kind == "custom" else loader
+
+
+class Backwards(BatchSampler):
+    """A batch sampler of one's own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return reversed(list(super().__iter__()))
 
 
 def shuffled(numbers: range, options: Options) -> DataLoader[int]:
