@@ -43,6 +43,7 @@ from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.module_parameters import ModuleParameters
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
+from lightning_ft.strategies.sparse_gradients import sparse_parameters
 from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.step_checks import agree_on_loss, check_all_used
 from lightning_ft.strategies.training_data import TrainingData
@@ -253,7 +254,7 @@ class FTStrategy(ParallelStrategy):
         self._same_start()
         if fitting:
             self._parameters = ModuleParameters(self.model)
-            self._reducer = GradientReducer(self._parameters, self.engine)
+            self._reducer = GradientReducer(self._parameters, self.engine, sparse=sparse_parameters(self.model))
             self._live.reducer = self._reducer
             self._live.buffers = BufferSync(self.model, self.collectives)
             self._live.on_batch_end, self._live.may_pause = self._end_batch, lambda: not self._micro_batches

@@ -107,7 +107,8 @@ def _accumulated_gradients(pl_module: LightningModule) -> dict[str, Tensor]:
     if pl_module.automatic_optimization:
         return {}
     named = pl_module.named_parameters()
-    return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
+    gradients = {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
+    return {name: gradient.to_dense() if gradient.is_sparse else gradient for name, gradient in gradients.items()}
 
 
 def _private_notes(callback: Callback) -> dict[str, Any]:

@@ -6,19 +6,21 @@ and reduced again among the survivors: its gradient is left out of the average a
 
 import operator
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 from lightning_ft.elastic.groups import Group, Work
+from lightning_ft.strategies.sparse_gradients import sum_rows, write_rows
 
 _UNKNOWN = 1 << 60
 _SPARE_BYTES = 16 << 20
@@ -60,10 +62,12 @@ class _Bucket:
 
     def __init__(self, parameters: list[Parameter], num_flags: int) -> None:
         self.parameters = parameters
-        first = parameters[0]
         numels = [p.numel() for p in parameters]
-        self.flat = torch.ones(sum(numels) + num_flags, dtype=first.dtype, device=first.device)
-        self.gradients, self.flags = self.flat.split([sum(numels), num_flags])
+        of_kind: dict[str, Any] = {"dtype": parameters[0].dtype, "device": parameters[0].device} if parameters else {}
+        self.flat = torch.ones(sum(numels) + num_flags, **of_kind)
+        self.message = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        self.gradients, flags = self.flat.split([sum(numels), num_flags])
+        self.flags = flags.real
         parts = self.gradients.split(numels)
         self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
@@ -82,17 +86,23 @@ class _Layout:
     Args:
         parameters: Those parameters, in the module's order.
         bucket_bytes: Size above which a bucket is closed.
+        sparse: Those whose gradients are sparse.
 
     """
 
-    def __init__(self, parameters: list[Parameter], bucket_bytes: int) -> None:
+    def __init__(self, parameters: list[Parameter], bucket_bytes: int, sparse: Collection[Parameter]) -> None:
         self.parameters = parameters
-        self.buckets = _make_buckets(parameters, bucket_bytes)
+        self.sparse = [p for p in parameters if p in sparse]
+        self.buckets = self._make_buckets(bucket_bytes)
         bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
-        self.bucket_of = [bucket_of[p] for p in parameters]
+        self.bucket_of = [bucket_of.get(p, len(self.buckets) - 1) for p in parameters]  # sparse ones come with the last
         self.num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
         # A second set, filled in turn, if it costs little: see `GradientReducer._may_launch`.
-        self.spare = _make_buckets(parameters, bucket_bytes) if self.num_bytes <= _SPARE_BYTES else None
+        self.spare = self._make_buckets(bucket_bytes) if self.num_bytes <= _SPARE_BYTES else None
+
+    def _make_buckets(self, bucket_bytes: int) -> list[_Bucket]:
+        dense = [p for p in self.parameters if not any(p is q for q in self.sparse)]
+        return _make_buckets(dense, bucket_bytes, num_flags=len(self.parameters) + 1)
 
 
 class _Uses:
@@ -120,11 +130,19 @@ class GradientReducer:
         parameters: The module's parameters; those that do not require a gradient now are left alone.
         engine: Runs the reduction as one operation.
         bucket_bytes: Size above which a bucket is closed.
+        sparse: Parameters whose gradients are sparse.
 
     """
 
-    def __init__(self, parameters: Iterable[Parameter], engine: Engine, bucket_bytes: int = 25 << 20) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],
+        engine: Engine,
+        bucket_bytes: int = 25 << 20,
+        sparse: Collection[Parameter] = frozenset(),
+    ) -> None:
         self._engine = engine
+        self._sparse = sparse
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._spare: list[_Bucket] | None = None
@@ -168,7 +186,7 @@ class GradientReducer:
                 return
             layout.buckets, layout.spare = self._buckets, self._spare
         known = next((layout for layout in self._layouts if _are_same(layout.parameters, trainable)), None)
-        layout = known or _Layout(trainable, self._bucket_bytes)
+        layout = known or _Layout(trainable, self._bucket_bytes, self._sparse)
         self._layouts = [*(other for other in self._layouts if other is not layout), layout][-_MAX_LAYOUTS:]
         self._parameters, self._num_bytes = layout.parameters, layout.num_bytes
         self._buckets, self._spare = layout.buckets, layout.spare
@@ -216,6 +234,9 @@ class GradientReducer:
                 bucket.flat.copy_(flat)
         if self._buckets and not self._engine.alone:
             self._write_back(set(result["untouched"]))
+            for parameter, (rows, values) in zip(self._layouts[-1].sparse, result["sparse"], strict=True):
+                if len(rows):
+                    write_rows(parameter, rows, values)
         for uses in self._uses:
             uses.expected = max(uses.expected, uses.seen, 1)
             uses.any = False
@@ -287,11 +308,12 @@ class GradientReducer:
             used = [bool(self._weight) and uses.any for uses in self._uses]
             used.append(not self._changed_late)
             bucket.flags.fill_(1.0) if all(used) else bucket.flags.copy_(torch.tensor(used))
-        self._works.append(group.allreduce([bucket.flat]))
+        self._works.append(group.allreduce([bucket.message]))
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
         flags = [_FLAGS.unpack(row) for row in exchange.inline]
         counts: list[float] = []
+        sparse: list[tuple[Tensor, Tensor]] = []
         if exchange.group is not None:
             if exchange.group is not self._group:
                 self._start_over(exchange.group)
@@ -303,13 +325,16 @@ class GradientReducer:
                 self._start_over(exchange.group)
                 counts = self._reduce_buckets(exchange.group, exchange.size)
             weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)
+            scale = 1.0 / exchange.size if self._weight else 0.0
+            sparse = [sum_rows(exchange, parameter, scale) for parameter in self._layouts[-1].sparse]
             if 0 < weight < total:  # the mean is over the micro-batches that count, not over all ranks
-                for bucket in self._buckets:
-                    bucket.gradients.mul_(total / weight)
+                for tensor in (*(bucket.gradients for bucket in self._buckets), *(values for _, values in sparse)):
+                    tensor.mul_(total / weight)
         contributors = sum(row[2] > 0 for row in flags)
         return {
             "buckets": [bucket.flat for bucket in self._buckets],
             "unused": [index for index, count in enumerate(counts[:-1]) if count < contributors],
+            "sparse": sparse,
             "untouched": [index for index, count in enumerate(counts[:-1]) if count == 0],
             **self._tell(exchange),
         }
@@ -361,7 +386,7 @@ def _learned(result: dict[str, Any], unused: frozenset[Parameter] = frozenset())
     return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused)
 
 
-def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucket]:
+def _make_buckets(parameters: list[Parameter], bucket_bytes: int, num_flags: int) -> list[_Bucket]:
     """Group parameters, last ones first as backward reaches them; one dtype and device a bucket."""
     groups: list[list[Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
@@ -374,6 +399,8 @@ def _make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[_Bucke
         size += parameter.numel() * parameter.element_size()
         if size < bucket_bytes:
             open_groups[kind] = (group, size)
+    if not groups and num_flags > 1:
+        groups.append([])  # all gradients are sparse, and yet it must be told who has some
     make = [partial(_Bucket, group, 0) for group in groups[:-1]]
-    make += [partial(_Bucket, group, len(parameters) + 1) for group in groups[-1:]]
+    make += [partial(_Bucket, group, num_flags) for group in groups[-1:]]
     return [bucket() for bucket in make]

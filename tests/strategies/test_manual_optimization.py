@@ -60,6 +60,19 @@ def test_an_overflow_that_died_with_its_rank_skips_no_step_and_one_that_lived_sk
     assert {result["callback_metrics"]["scale"] for result in training.results.values()} == {2.0**15}
 
 
+def test_sparse_complex_and_double_gradients_outlive_a_death_and_reach_the_rank_that_returns(
+    train: Callable[..., Any],
+) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="gradients_ready", step=4, rendezvous=True),
+            Fault(kind="kill", slot=0, point="train_batch_start", step=8),
+        ]
+    )
+    training = train(plan, model="stepping.OddKinds", ft={"min_replicas": 3})
+    training.assert_went_on(plan)
+
+
 def test_a_parameter_that_a_rank_does_not_use_is_an_error_with_its_name_unless_that_is_asked_for(
     train: Callable[..., Any],
 ) -> None:

@@ -78,6 +78,29 @@ class Overflowing(Model):
         return loss * float("inf") if (self.global_rank, self.global_step) in ((1, 2), (0, 7)) else loss
 
 
+class OddKinds(Manual):
+    """Gradients that are sparse, complex and of two precisions; every fourth batch is accumulated with the next one."""
+
+    def __init__(self, batch_norm: bool, dropout: float) -> None:
+        super().__init__(batch_norm, dropout)
+        self.rows = nn.Embedding(20, 4, sparse=True)
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.fine = nn.Linear(4, 4).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        turned = (batch[1] * self.turn).abs() + self.rows(batch[2] % 20) + self.fine(batch[1].double()).float()
+        if batch_idx % 4 != 1:
+            self.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx) + turned.square().mean())
+        if batch_idx % 4:
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        dense = [parameter for parameter in self.parameters() if parameter is not self.rows.weight]
+        return [torch.optim.Adam(dense, lr=1e-2), torch.optim.SparseAdam([self.rows.weight], lr=1e-2)], []
+
+
 class Idle(Model):
     """Has parameters that only rank 0 uses."""
 
