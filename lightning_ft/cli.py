@@ -51,11 +51,12 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None
         parser.error("nothing to run: expected train.py, -m MODULE or -c CODE")
     if (obstacle := other_launcher(os.environ)) is not None:
         parser.error(obstacle)
+    if program[0] not in ("-m", "-c") and not os.path.exists(program[0]):
+        parser.error(f"nothing to run: {program[0]} does not exist; expected train.py, -m MODULE or -c CODE")
     exec_supervisor(arguments.num_slots, program, start_method=arguments.start_method)
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, not {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer, 1 or more, not {text}")
+    return int(text)

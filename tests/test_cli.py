@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,8 +8,10 @@ from lightning_ft import cli
 
 
 @pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return what the process would have become."""
+def executed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """Return what the process would have become, in a directory with a script."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
     commands: list[Any] = []
     monkeypatch.setattr(cli, "exec_supervisor", lambda *args, **kwargs: commands.append((*args, kwargs)))
     return commands
@@ -35,7 +38,10 @@ def test_run_passes_the_program_on_as_it_is(executed: list[Any], line: str, prog
     [
         ("run -n 4", "nothing to run"),
         ("run -n 4 -m", "nothing to run"),
-        ("run -n 0 train.py", "expected 1 or more"),
+        ("run -n 0 train.py", "expected an integer, 1 or more, not 0"),
+        ("run -n x train.py", "expected an integer, 1 or more, not x"),
+        ("run -n 2 trian.py", "trian.py does not exist; expected train.py, -m MODULE or -c CODE"),
+        ("run -n 2 --start-method thread train.py", "invalid choice: 'thread'"),
         ("run train.py", "required"),
         ("", "required"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
+from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
 from lightning_ft.elastic.protocol import Options
 
 StartMethod = Literal["auto", "fork", "spawn"]
@@ -29,6 +30,7 @@ class SupervisionOptions:
         prefix_output: Whether each line of a rank's output names its slot; None: unless the output is a terminal.
 
     Raises:
+        TypeError: If a value is of the wrong type.
         ValueError: If a value is out of range.
 
     """
@@ -43,18 +45,14 @@ class SupervisionOptions:
     prefix_output: bool | None = None
 
     def __post_init__(self) -> None:
+        call = "SupervisionOptions"
         for name in ("restart_window", "rejoin_timeout", "grace"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise ValueError(f"`SupervisionOptions({name}={value})` is not valid: expected seconds, 0 or more.")
-        for name in ("setup_timeout", "checkpoint_timeout", "stall_timeout"):
-            value = getattr(self, name)
-            if not (value is None and name != "stall_timeout") and not (value is not None and value > 0):
-                raise ValueError(f"`SupervisionOptions({name}={value})` is not valid: expected more than 0 seconds.")
-        if self.start_method not in get_args(StartMethod):
-            raise ValueError(
-                f"`SupervisionOptions(start_method={self.start_method!r})` is not valid: expected 'auto', 'fork' or 'spawn'."
-            )
+            check_seconds(call, name, getattr(self, name), zero=True)
+        for name in ("setup_timeout", "checkpoint_timeout"):
+            check_seconds(call, name, getattr(self, name), none=True)
+        check_seconds(call, "stall_timeout", self.stall_timeout)
+        check_choice(call, "start_method", self.start_method, get_args(StartMethod))
+        check_choice(call, "prefix_output", self.prefix_output, (True, False, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +66,7 @@ class Policy(SupervisionOptions):
         spares: Processes that wait to take a dead rank's place.
 
     Raises:
+        TypeError: If a value is of the wrong type.
         ValueError: If a value is out of range.
 
     """
@@ -79,18 +78,15 @@ class Policy(SupervisionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_restarts < 0:
-            raise ValueError(f"`max_restarts={self.max_restarts}` is not valid: expected 0 or more.")
-        if self.min_replicas < 1:
-            raise ValueError(f"`min_replicas={self.min_replicas}` is not valid: expected 1 or more.")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"`timeout={self.timeout}` is not valid: expected more than 0 seconds, or None.")
-        if self.spares < 0:
-            raise ValueError(f"`spares={self.spares}` is not valid: expected 0 or more.")
+        call = "FTStrategy"
+        check_count(call, "max_restarts", self.max_restarts)
+        check_count(call, "min_replicas", self.min_replicas, least=1)
+        check_seconds(call, "timeout", self.timeout, none=True)
+        check_count(call, "spares", self.spares)
         if self.spares and not self.max_restarts:
             raise ValueError(
-                f"`spares={self.spares}` with `max_restarts=0` is not valid: a rank that dies stays away, so that spares"
-                " would wait for ever. Use `spares=0`, or `max_restarts` of 1 or more."
+                f"`FTStrategy(spares={self.spares}, max_restarts=0)` is not valid: a rank that dies stays away, so"
+                " that spares would wait for ever. Use `spares=0`, or `max_restarts` of 1 or more."
             )
 
     @classmethod

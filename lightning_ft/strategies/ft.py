@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_ft.data.workers import shield_workers
+from lightning_ft.elastic.checks import check_type
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.gathering import gather_with_gradients
@@ -74,7 +75,9 @@ class FTStrategy(ParallelStrategy):
         supervision: The rarer options of the supervisor.
 
     Raises:
+        TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
+        MisconfigurationException: If this process is one of several that another launcher started.
 
     Example::
 
@@ -98,9 +101,12 @@ class FTStrategy(ParallelStrategy):
         super().__init__()
         if RankEnvironment.of_process() is None and (obstacle := other_launcher(os.environ)) is not None:
             raise MisconfigurationException(obstacle)
+        supervision = SupervisionOptions() if supervision is None else supervision
+        check_type("FTStrategy", "supervision", supervision, SupervisionOptions, "`SupervisionOptions(...)`, or None")
+        check_type("FTStrategy", "find_unused_parameters", find_unused_parameters, bool, "True or False")
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._policy = Policy.of(
-            supervision or SupervisionOptions(),
+            supervision,
             max_restarts=max_restarts,
             min_replicas=min_replicas,
             timeout=seconds,
@@ -193,11 +199,6 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self._launcher is not None:
-            raise MisconfigurationException(
-                "An `FTStrategy` object was passed to a second Trainer: expected one for each. Use"
-                " `Trainer(strategy=FTStrategy(...))`."
-            )
         check_combination(
             self._policy,
             num_nodes=self.num_nodes,

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.autograd import Variable
 from typing_extensions import override
 
+from lightning_ft.elastic.checks import check_seconds
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.testing.faults import EVENT_POINTS, Fault, Ledger
 
@@ -46,6 +47,7 @@ class FaultPlan(Callback):
         timeout: float = 30.0,
     ) -> None:
         self.faults = tuple(fault if isinstance(fault, Fault) else Fault(**fault) for fault in faults)
+        check_seconds("FaultPlan", "timeout", timeout)
         self.directory = directory
         self.timeout = timeout
         self._ledger: Ledger | None = None

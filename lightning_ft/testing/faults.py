@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from lightning_ft.elastic.checks import check_count, check_type
+
 Kind = Literal["kill", "stop", "exit", "raise"]
 HookPoint = Literal[
     "setup",
@@ -73,6 +75,7 @@ class Fault:
         message: What the exception says.
 
     Raises:
+        TypeError: If a value is of the wrong type.
         ValueError: If a value is not valid.
 
     """
@@ -95,8 +98,15 @@ class Fault:
         ):
             if value not in valid:
                 raise ValueError(f"`Fault({name}={value!r})` is not valid: expected one of {', '.join(valid)}.")
+        check_count("Fault", "slot", self.slot)
+        check_count("Fault", "occurrence", self.occurrence)
+        for name, number in (("step", self.step), ("incarnation", self.incarnation)):
+            if number is not None:
+                check_count("Fault", name, number)
+        check_type("Fault", "rendezvous", self.rendezvous, bool, "True or False")
         if self.rendezvous and self.point in EVENT_POINTS:
             raise ValueError(f"`Fault(point={self.point!r}, rendezvous=True)` is not valid: not every rank gets there.")
+        check_type("Fault", "error", self.error, str, "the name of a builtin exception")
         error = getattr(builtins, self.error, None)
         if not (isinstance(error, type) and issubclass(error, BaseException)):
             raise ValueError(f"`Fault(error={self.error!r})` is not valid: expected the name of a builtin exception.")

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_ft import FTStrategy, SupervisionOptions
+from lightning_ft import FTStrategy
 
 
 class Module(LightningModule):
@@ -83,40 +83,6 @@ def test_single_device_takes_streams(tmp_path):
 def test_several_ranks_within_pytest_are_refused_with_the_command_to_use(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"within pytest.*lightning-ft run -n 2 train.py.*devices=1"):
         run(tmp_path, FTStrategy(), devices=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"max_restarts": -1}, r"`max_restarts=-1` is not valid: expected 0 or more"),
-        ({"min_replicas": 0}, r"`min_replicas=0` is not valid: expected 1 or more"),
-        ({"timeout": 0}, r"`timeout=0` is not valid: expected more than 0 seconds"),
-        ({"spares": -1}, r"`spares=-1` is not valid: expected 0 or more"),
-        ({"spares": 1, "max_restarts": 0}, r"`spares=1` with `max_restarts=0` is not valid"),
-        ({"timeout": -2.5}, r"`timeout=-2.5` is not valid"),
-    ],
-)
-def test_wrong_argument_is_named_with_its_value_and_what_was_expected(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        FTStrategy(**arguments)
-
-
-def test_wrong_supervision_option_is_named():
-    with pytest.raises(ValueError, match=r"start_method='thread'.*expected 'auto', 'fork' or 'spawn'"):
-        SupervisionOptions(start_method="thread")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"devices": 2, "strategy": FTStrategy(min_replicas=3)}, r"min_replicas=3.*devices=2.*expected 1 to 2"),
-        ({"devices": 1, "strategy": FTStrategy(spares=1)}, r"FTStrategy\(spares=1\)` with `Trainer\(devices=1\)`"),
-        ({"devices": 2, "strategy": FTStrategy(), "num_nodes": 2}, r"num_nodes=2.*expected 1"),
-    ],
-)
-def test_wrong_combination_is_refused_when_the_trainer_is_made(arguments, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        Trainer(accelerator="cpu", **arguments)
 
 
 def test_names_are_registered():
