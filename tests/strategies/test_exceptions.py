@@ -12,6 +12,7 @@ import torch
 from lightning_ft.testing import JobResult, assert_every_ticket_once, assert_recovered, assert_steps_contiguous, run_job
 
 JOB = Path(__file__).parent / "jobs" / "raising.py"
+pytestmark = pytest.mark.timeout(400)  # one run of many deaths in a row takes a loaded machine minutes
 RAISED = ["Callback.on_exception", "DataModule.on_exception", "Logger.finalize", "atexit"]
 
 # By slot, one place for each of its processes. A process that fails while it joins is followed by one that trains.

@@ -745,6 +745,17 @@ def test_exception_that_goes_on_in_another_slot_once_it_used_up_one_ends_the_job
     assert job.shown == ["ValueError: sample 7", "ValueError: sample 7, as the epoch ends"]
 
 
+def test_what_is_raised_while_an_exception_is_handled_is_shown_too() -> None:
+    job = Job(3)
+    job.train()
+    job.raise_(1)
+    job.raise_(1)
+    job.raise_(1, "KeyError", "in on_exception")
+    assert job.shown == ["ValueError: no", "KeyError: in on_exception"]
+    job.exit(1, code=1)
+    assert job.generations[-1]["dead"] == [{"slot": 1, "incarnation": 0, "how": "ValueError: no"}]
+
+
 def test_exception_that_keeps_ranks_from_coming_back_is_nothing_to_the_others() -> None:
     job = Job(4, max_restarts=1)
     job.train()
