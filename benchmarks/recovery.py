@@ -2,13 +2,15 @@
 
 ``stall_ms``: from the signal to the next commit of a survivor that knows of it, beyond a median step. ``respawn_s``: from
 there to the new incarnation's first commit. ``join_gap_ms``: the others' longest step around the admission, beyond a median
-one. ``steps_lost``: optimizer steps that no rank committed.
+one. ``steps_lost``: optimizer steps that no rank committed. With ``--stop SECONDS`` ranks are stopped (SIGSTOP) instead of
+killed, and ``timeout`` is that long.
 """
 
 import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from lightning_ft.events.audit import Audit, audit
 from lightning_ft.events.log import read_events
 
 
-def measure(kills: int, seed: int, size: str, work: float, spares: int) -> Audit:
+def measure(kills: int, seed: int, size: str, work: float, spares: int, stop: float | None) -> Audit:
     """Run one training with ``kills`` deaths and return what its events add up to."""
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as directory:
@@ -29,16 +31,18 @@ def measure(kills: int, seed: int, size: str, work: float, spares: int) -> Audit
         command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--devices", "3", "--size", size]
         command += ["--work", str(work), "--steps", "100000", "--epoch-steps", "500", "--max-restarts", "1000"]
         command += ["--spares", str(spares), "--stop-file", str(root / "stop"), "--directory", directory]
+        command += ["--timeout", str(stop)] if stop is not None else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
-            killer = Killer(root)
+            killer, stopped = Killer(root), -1
             deadline = time.monotonic() + 120 + 10 * kills
             while killer.num_faults < kills and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(chance.uniform(0.8, 1.6))
                 settled = killer.settled()
-                if len(settled) == 3:
+                if len(settled) == 3 and stopped not in settled.values():
                     slot = chance.choice(sorted(settled))
-                    killer.kill(slot, settled[slot])
+                    stopped = settled[slot]
+                    killer.kill(slot, stopped, signal.SIGKILL if stop is None else signal.SIGSTOP)
                     print(f"kill {killer.num_faults} of {kills}: slot {slot}", flush=True)
             while len(killer.settled()) < 3 and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
@@ -71,8 +75,9 @@ def main() -> None:
     parser.add_argument("--size", default="0.1M")
     parser.add_argument("--work", type=float, default=0.01, help="Seconds that each step waits besides computing.")
     parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--stop", type=float, default=None, metavar="SECONDS")
     options = parser.parse_args()
-    record = measure(options.kills, options.seed, options.size, options.work, options.spares)
+    record = measure(options.kills, options.seed, options.size, options.work, options.spares, options.stop)
     assert record.median_step is not None
     stalls = [1e3 * (d.recovery - record.median_step) for d in record.deaths if d.recovery is not None]
     gaps = [1e3 * join.gap for join in record.joins if join.gap is not None]
