@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 from lightning_ft.elastic.groups import Group, Work
+from lightning_ft.strategies.buckets import Bucket, Layout
 from lightning_ft.strategies.sparse_gradients import sum_rows, write_rows
 
 _UNKNOWN = 1 << 60
-_SPARE_BYTES = 16 << 20
 _MAX_LAYOUTS = 4
 _FLAGS = struct.Struct("=??qq")
 
@@ -48,61 +48,6 @@ class Reduced:
     stop: bool
     contributors: int
     unused: frozenset[Parameter] = frozenset()
-
-
-class _Bucket:
-    """Parameters that are reduced in one message.
-
-    Args:
-        parameters: Of one dtype and device, in the order in which backward is expected to reach them.
-        num_flags: Extra elements at the end: for every parameter of the model whether it has a gradient here, then whether
-            a gradient was added to after its reduction had begun.
-
-    """
-
-    def __init__(self, parameters: list[Parameter], num_flags: int) -> None:
-        self.parameters = parameters
-        numels = [p.numel() for p in parameters]
-        of_kind: dict[str, Any] = {"dtype": parameters[0].dtype, "device": parameters[0].device} if parameters else {}
-        self.flat = torch.ones(sum(numels) + num_flags, **of_kind)
-        self.message = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
-        self.gradients, flags = self.flat.split([sum(numels), num_flags])
-        self.flags = flags.real
-        parts = self.gradients.split(numels)
-        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
-
-    @torch.no_grad()  # a backward pass with `create_graph=True` calls hooks with gradients enabled
-    def fill(self, scale: float) -> None:
-        for view, parameter in zip(self.views, self.parameters, strict=True):
-            if parameter.grad is None or scale == 0.0:
-                view.zero_()
-            else:
-                torch.mul(parameter.grad, scale, out=view)
-
-
-class _Layout:
-    """The buckets of the parameters that require gradients at some time.
-
-    Args:
-        parameters: Those parameters, in the module's order.
-        bucket_bytes: Size above which a bucket is closed.
-        sparse: Those whose gradients are sparse.
-
-    """
-
-    def __init__(self, parameters: list[Parameter], bucket_bytes: int, sparse: Collection[Parameter]) -> None:
-        self.parameters = parameters
-        self.sparse = [p for p in parameters if p in sparse]
-        self.buckets = self._make_buckets(bucket_bytes)
-        bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
-        self.bucket_of = [bucket_of.get(p, len(self.buckets) - 1) for p in parameters]  # sparse ones come with the last
-        self.num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
-        # A second set, filled in turn, if it costs little: see `GradientReducer._may_launch`.
-        self.spare = self._make_buckets(bucket_bytes) if self.num_bytes <= _SPARE_BYTES else None
-
-    def _make_buckets(self, bucket_bytes: int) -> list[_Bucket]:
-        dense = [p for p in self.parameters if not any(p is q for q in self.sparse)]
-        return _make_buckets(dense, bucket_bytes, num_flags=len(self.parameters) + 1)
 
 
 class _Uses:
@@ -144,9 +89,9 @@ class GradientReducer:
         self._engine = engine
         self._sparse = sparse
         self._bucket_bytes = bucket_bytes
-        self._buckets: list[_Bucket] = []
-        self._spare: list[_Bucket] | None = None
-        self._layouts: list[_Layout] = []  # the last one is that of the parameters that require gradients now
+        self._buckets: list[Bucket] = []
+        self._spare: list[Bucket] | None = None
+        self._layouts: list[Layout] = []  # the last one is that of the parameters that require gradients now
         self._known: dict[Parameter, _Uses] = {}
         self._uses: list[_Uses] = []  # of the layout's parameters
         self._handles: list[RemovableHandle] = []
@@ -186,7 +131,7 @@ class GradientReducer:
                 return
             layout.buckets, layout.spare = self._buckets, self._spare
         known = next((layout for layout in self._layouts if _are_same(layout.parameters, trainable)), None)
-        layout = known or _Layout(trainable, self._bucket_bytes, self._sparse)
+        layout = known or Layout(trainable, self._bucket_bytes, self._sparse)
         self._layouts = [*(other for other in self._layouts if other is not layout), layout][-_MAX_LAYOUTS:]
         self._parameters, self._num_bytes = layout.parameters, layout.num_bytes
         self._buckets, self._spare = layout.buckets, layout.spare
@@ -384,23 +329,3 @@ def _are_same(some: list[Parameter], others: list[Parameter]) -> bool:
 
 def _learned(result: dict[str, Any], unused: frozenset[Parameter] = frozenset()) -> Reduced:
     return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused)
-
-
-def _make_buckets(parameters: list[Parameter], bucket_bytes: int, num_flags: int) -> list[_Bucket]:
-    """Group parameters, last ones first as backward reaches them; one dtype and device a bucket."""
-    groups: list[list[Parameter]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], int]] = {}
-    for parameter in reversed(parameters):
-        kind = (parameter.dtype, parameter.device)
-        group, size = open_groups.pop(kind, ([], 0))
-        if not group:
-            groups.append(group)
-        group.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size < bucket_bytes:
-            open_groups[kind] = (group, size)
-    if not groups and num_flags > 1:
-        groups.append([])  # all gradients are sparse, and yet it must be told who has some
-    make = [partial(_Bucket, group, 0) for group in groups[:-1]]
-    make += [partial(_Bucket, group, num_flags) for group in groups[-1:]]
-    return [bucket() for bucket in make]

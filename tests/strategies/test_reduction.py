@@ -5,13 +5,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_ft.elastic.engine import SoloEngine
 from lightning_ft.elastic.local import LocalEngine
-from lightning_ft.strategies.reduction import GradientReducer, _make_buckets
+from lightning_ft.strategies.buckets import make_buckets
+from lightning_ft.strategies.reduction import GradientReducer
 from lightning_ft.testing import run_ranks
 
 
 def test_buckets_hold_every_parameter_once_last_ones_first_and_one_dtype_each():
     module = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10).double(), nn.Linear(10, 10), nn.Linear(10, 10).double())
-    buckets = _make_buckets(list(module.parameters()), bucket_bytes=600, num_flags=9)
+    buckets = make_buckets(list(module.parameters()), bucket_bytes=600, num_flags=9)
     names = {parameter: name for name, parameter in module.named_parameters()}
     filled = [[names[parameter] for parameter in bucket.parameters] for bucket in buckets]
     assert filled == [["3.bias", "3.weight"], ["2.bias", "2.weight", "0.bias", "0.weight"], ["1.bias", "1.weight"]]
@@ -22,7 +23,7 @@ def test_buckets_hold_every_parameter_once_last_ones_first_and_one_dtype_each():
 def test_bucket_scales_a_gradient_and_takes_none_for_zero():
     first, second = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))
     first.grad = torch.arange(6.0).view(2, 3)
-    (bucket,) = _make_buckets([first, second], bucket_bytes=100, num_flags=3)
+    (bucket,) = make_buckets([first, second], bucket_bytes=100, num_flags=3)
     bucket.fill(0.5)
     assert dict(zip(bucket.parameters, map(torch.Tensor.tolist, bucket.views), strict=True)) == {
         first: [[0.0, 0.5, 1.0], [1.5, 2.0, 2.5]],
