@@ -1,5 +1,6 @@
 """The loader that a rank iterates: the user's sampler decides the order, tickets decide who trains what."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain, zip_longest
 from typing import Any, Protocol, TypeVar
@@ -251,9 +252,13 @@ class ElasticLoader:
     def _open_round(self, taken: list[int]) -> None:
         """Start prefetching the tickets of this slot: those just taken, then those that it takes next."""
         self._round = self.plan.round
-        self._epoch_order()
         self._upcoming.tickets = lambda: chain(taken, self.plan.upcoming(self._slot))
+        # A `DataLoader` draws a number of its own between asking the sampler for an iterator and for the first item.
+        ask: Any = getattr(type(self._source.batch_sampler), "__iter__", None)
+        if self._batched_by_user and not inspect.isgeneratorfunction(ask):
+            self._epoch_order()
         self._batches = iter(self._inner)
+        self._epoch_order()
 
     def _make_inner(self) -> DataLoader[Any]:
         source = self._source

@@ -22,6 +22,8 @@ class Commits:
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._content: dict[str, Any] = {}
+        self.untold = False
+        """Whether the steps are none of the training's, which the event log is about."""
 
     def averaged(self, epoch: int, tickets: dict[int, list[int]], members: Sequence[int]) -> None:
         """Take in what a reduction contains.
@@ -39,12 +41,13 @@ class Commits:
 
     def stepped(self, step: int) -> None:
         """Record an optimizer step with what was averaged since the last one."""
-        self._events.emit("step", step=step, **self._content)
+        if not self.untold:
+            self._events.emit("step", step=step, **self._content)
         self._clear()
 
     def end_batch(self, batch: int) -> None:
         """Record what no optimizer step of the batch took up: it was accumulated, or there was nothing to train."""
-        if any(self._content.get("tickets", {}).values()):
+        if any(self._content.get("tickets", {}).values()) and not self.untold:
             self._events.emit("accumulated", batch=batch, **self._content)
         self._clear()
 

@@ -23,9 +23,7 @@ class EvaluationShards:
 
     def add(self, loader: object) -> None:
         """Have the sampler of ``loader`` follow, if it is one of Lightning's."""
-        sampler = getattr(loader, "sampler", None)
-        if isinstance(sampler, DistributedSampler):
-            self._samplers.append(sampler)
+        self._samplers += distributed_samplers(loader)
 
     def follow(self, trainer: Trainer, rank: int, world_size: int) -> None:
         """Shard the next pass over ``world_size`` ranks; a pass under way keeps its shards."""
@@ -35,6 +33,13 @@ class EvaluationShards:
         loop = trainer.fit_loop.epoch_loop.val_loop
         if loop._combined_loader is not None and loop._max_batches:
             _count_batches(trainer, loop)
+
+
+def distributed_samplers(dataloader: object) -> list[DistributedSampler[Any]]:
+    """Return the sampler that divides the data among the ranks, if there is one; a batch sampler may be around it."""
+    batch_sampler = getattr(dataloader, "batch_sampler", None)
+    found = (getattr(dataloader, "sampler", None), getattr(batch_sampler, "sampler", None))
+    return [sampler for sampler in found if isinstance(sampler, DistributedSampler)]
 
 
 def reshard(sampler: DistributedSampler[Any], rank: int, world_size: int) -> None:

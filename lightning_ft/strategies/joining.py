@@ -5,23 +5,19 @@ added here: random number generators, metrics seen so far, the keys of logged va
 notes about the last checkpoint.
 """
 
-from dataclasses import fields
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from torch import Tensor
 
-from lightning_ft.strategies import changing_modules
+from lightning_ft.strategies import changing_modules, logged_results, tuning
 
 PEER_CHECKPOINT = "ft://peer"
 """The ``ckpt_path`` that means: ask a live rank."""
 
 _OWN_DATA = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_name", "datamodule_hparams_name")
-_METADATA = tuple(f.name for f in fields(_Metadata) if f.name not in ("reduce_fx", "_sync"))
 
 
 def collect_state(trainer: Trainer) -> dict[str, Any]:
@@ -40,14 +36,45 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "gradients": _accumulated_gradients(trainer.lightning_module),
         "random": _collect_rng_states(include_cuda=False),
         "callbacks": [_private_notes(callback) for callback in _callbacks(trainer)],
-        "results": [_describe_result(key, metric) for key, metric in trainer.fit_loop.epoch_loop._results.items()],
+        "results": [logged_results.describe(loop._results) for loop in logged_results.loops_that_log(trainer)],
         "first_loop_iter": connector._first_loop_iter,
         "current_fx": connector._current_fx,
         "callback_metrics": dict(connector._callback_metrics),
         "logged_metrics": dict(connector._logged_metrics),
         "should_stop": trainer.should_stop,
         "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
+        "validation": validation_data(trainer),
+        "learning_rates": tuning.found(trainer, trainer.lightning_module),
     }
+
+
+def validation_data(trainer: Trainer) -> int | float | None:
+    """Return in which epoch this rank got its validation data, or None if it has none yet."""
+    val_loop = trainer.fit_loop.epoch_loop.val_loop
+    return None if val_loop._combined_loader is None else val_loop._last_val_dl_reload_epoch
+
+
+def set_up_data(trainer: Trainer, state: dict[str, Any] | None = None) -> None:
+    """Make the loaders; with the ``state`` that a joiner received, as they were made in the rank that it came from."""
+    if state is None:
+        trainer.fit_loop.setup_data()
+        if trainer.enable_validation:
+            _set_up_validation_data(trainer)
+    elif trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        epoch = trainer.fit_loop.epoch_progress.current
+        epoch.completed = state["last_reload_epoch"]  # what the user's hook asks for; restored with the loops
+        trainer.fit_loop._combined_loader = None
+        trainer.fit_loop.setup_data()
+        if state["validation"] is not None:
+            epoch.completed = max(0, state["validation"])
+            trainer.fit_loop.epoch_loop.val_loop._combined_loader = None
+            _set_up_validation_data(trainer)
+
+
+def _set_up_validation_data(trainer: Trainer) -> None:
+    trainer.validating = True
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    trainer.training = True
 
 
 def checkpoint_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -79,8 +106,8 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
     """Make this rank's running loop the same as its source's; called at its first batch, before anything is fetched."""
     changing_modules.adopt_flags(trainer.lightning_module, state["flags"])
     epoch_loop = trainer.fit_loop.epoch_loop
-    epoch_loop._restarting = False
-    epoch_loop.val_loop._restarting = False
+    # To Lightning this is no resumption any more: one would, for example, leave out a step of `ReduceLROnPlateau`.
+    trainer.fit_loop._restarting = epoch_loop._restarting = epoch_loop.val_loop._restarting = False
     for callback, notes in zip(_callbacks(trainer), state["callbacks"], strict=True):
         vars(callback).update(notes)
     connector = trainer._logger_connector
@@ -88,13 +115,17 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
     connector._first_loop_iter, connector._current_fx = state["first_loop_iter"], state["current_fx"]
     connector._callback_metrics.update(state["callback_metrics"])
     connector._logged_metrics.update(state["logged_metrics"])
-    for description in state["results"]:
-        _register_result(trainer, description)
+    for loop, descriptions in zip(logged_results.loops_that_log(trainer), state["results"], strict=True):
+        logged_results.take_over(trainer, loop._results, descriptions)
     trainer.should_stop = state["should_stop"]
-    trainer.fit_loop._last_train_dl_reload_epoch = state["last_reload_epoch"]
+    tuning.adopt(trainer.lightning_module, state["learning_rates"])
     parameters = dict(trainer.lightning_module.named_parameters())
     for name, gradient in state["gradients"].items():
         parameters[name].grad = gradient.to(parameters[name].device)
+    if state["validation"] is None:  # this rank has its data already, but the others will set theirs up together
+        epoch_loop.val_loop._combined_loader = None
+    else:
+        epoch_loop.val_loop._last_val_dl_reload_epoch = state["validation"]
     _set_rng_states(state["random"])
 
 
@@ -121,28 +152,3 @@ def _private_notes(callback: Callback) -> dict[str, Any]:
         for name, value in vars(callback).items()
         if name.startswith(("_last", "_defer", "_restarting")) and isinstance(value, plain)
     }
-
-
-def _describe_result(key: str, metric: _ResultMetric) -> dict[str, Any]:
-    meta = metric.meta
-    return {
-        "key": key,
-        "is_tensor": metric.is_tensor,
-        "metadata": {name: getattr(meta, name) for name in _METADATA},
-        "reduce_fx": meta.reduce_fx.__name__,
-        "sync": {"should": meta.sync.should, "op": meta.sync.op, "rank_zero_only": meta.sync.rank_zero_only},
-    }
-
-
-def _register_result(trainer: Trainer, description: dict[str, Any]) -> None:
-    """Have a logged value that holds nothing yet: ranks that lack a key would take part in fewer reductions."""
-    meta = _Metadata(**description["metadata"], reduce_fx=getattr(torch, description["reduce_fx"]))
-    sync = description["sync"]
-    meta.sync = _Sync(
-        _should=sync["should"], fn=trainer.strategy.reduce, rank_zero_only=sync["rank_zero_only"], _op=sync["op"]
-    )
-    metric = _ResultMetric(meta, description["is_tensor"])
-    if not description["is_tensor"]:
-        assert meta.metric_attribute is not None
-        metric.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
-    trainer.fit_loop.epoch_loop._results[description["key"]] = metric.to(trainer.strategy.root_device)

@@ -5,13 +5,14 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException, _TunerExitException
 from typing_extensions import override
 
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Interrupted
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import RankEnvironment
+from lightning_ft.strategies import past_calls
 from lightning_ft.strategies.joining import PEER_CHECKPOINT
 from lightning_ft.strategies.preemption import EXIT_CODE, Preemption, stopped
 from lightning_ft.strategies.takeover import check_takeover, hydra_overrides
@@ -69,14 +70,20 @@ class ElasticLauncher(_Launcher):
         engine = self._start_engine(environment)
         fn = function.__name__.removeprefix("_").removesuffix("_impl")
         mode = engine.begin_call(fn)
+        assert trainer is not None
         if mode == "skip":
-            return None
+            return past_calls.recall(engine, trainer, args[0])
         if mode == "join":
             position = _CKPT_PATH_POSITION[function.__name__]
             args = (*args[:position], PEER_CHECKPOINT, *args[position + 1 :])
         try:
             result = self._run(function, *args, **kwargs)
+            past_calls.remember(engine, trainer, result)
             engine.end_call()
+        except _TunerExitException:
+            past_calls.remember(engine, trainer, None)
+            engine.end_call()  # this is how Lightning's tuner ends a call that did what it was for
+            raise
         except BaseException as error:
             if isinstance(error, SIGTERMException):
                 error.code = EXIT_CODE
@@ -90,15 +97,19 @@ class ElasticLauncher(_Launcher):
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Make the call; a rank that was asked to stop meanwhile ends it on all of them."""
-        result = None
+        result = exit_of_tuner = None
+        interrupted = False
         try:
             result = function(*args, **kwargs)
-            interrupted = False
         except Interrupted:
             interrupted = True
+        except _TunerExitException as error:
+            exit_of_tuner = error
         preemption = self._preemption()
         assert preemption is not None
         preemption.agreed |= interrupted or preemption.ask_all("after the call")
         if preemption.agreed:
             raise stopped()
+        if exit_of_tuner is not None:
+            raise exit_of_tuner
         return result

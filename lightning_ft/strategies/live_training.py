@@ -14,7 +14,7 @@ from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine
 from lightning_ft.events.log import EventLog
-from lightning_ft.strategies import changing_modules, joining, leadership
+from lightning_ft.strategies import changing_modules, joining, leadership, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
@@ -158,7 +158,7 @@ class LiveTraining:
         assert self.loader is not None
         trainer, plan = self.trainer, self.loader.plan
         self._engine.activity.enter("loader")  # until `batch_to_device`
-        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0:
+        if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0 and not tuning.is_searching(trainer):
             self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets)
         set_length_while_fetching(trainer, self.loader)
         if not self.loader.has_own_batch:
@@ -171,13 +171,14 @@ class LiveTraining:
         self.has_reduced = False
         if self._received is not None:
             self._finish_joining(self._received)
-        if self._startup.open:
-            self._startup.close()
+        self._startup.close()
+        searching = self.commits.untold = tuning.is_searching(self.trainer)
+        if not searching:  # which is done without the loggers, and with nobody who comes meanwhile
             if self._logger_versions is None:
                 self._logger_versions = self._collectives.broadcast_object(leadership.logger_versions(self.trainer))
                 leadership.adopt_versions(self.trainer, self._logger_versions)
-        if has_joined or (self._pause_agreed and self.may_pause()):
-            self._pause()
+            if has_joined or (self._pause_agreed and self.may_pause()):
+                self._pause()
         if isinstance(self.loader, StreamLoader):
             self._begin_batch(self.loader)
         replicas = f"{len(self._engine.members)}/{self._engine.num_slots}"
@@ -236,12 +237,10 @@ class LiveTraining:
         """Return the checkpoint that a live rank hands out to this joiner."""
         trainer = self.trainer
         # All that a joiner can do alone comes first: from here on the others wait for it.
-        trainer.fit_loop.setup_data()
-        if trainer.fit_loop.epoch_loop._should_check_val_epoch():
-            trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.setup_data()
-            trainer.training = True
+        joining.set_up_data(trainer)
+        tuning.leave_out(trainer)
         state = self._engine.join()
+        joining.set_up_data(trainer, state["training"])
         assert self.loader is not None
         self._divide_among(state["slots"])
         self.loader.load_handed_out(state["loader"], self._slots)
@@ -260,6 +259,7 @@ class LiveTraining:
     def _finish_joining(self, state: dict[str, Any]) -> None:
         self._received = None
         joining.begin_epoch(self.trainer, state, self._own_groups)
+        tuning.take_part(self.trainer)
         self.batch = self._handed_batch
         self._engine.enter()
         joining.enter_loop(self.trainer, state)

@@ -7,13 +7,13 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange
-from lightning_ft.strategies.evaluation import reshard
+from lightning_ft.strategies.evaluation import distributed_samplers, reshard
 from lightning_ft.strategies.joint_loaders import JointLoaders
 from lightning_ft.strategies.startup import StartupRecord
 
@@ -95,7 +95,7 @@ class TrainingData:
         """Seed the workers by the slot, and have a sampler that Lightning made deal to slots: a rank may change."""
         _auto_add_worker_init_fn(dataloader, self._engine.slot)
         if self._trainer._accelerator_connector.use_distributed_sampler:
-            for sampler in _samplers(dataloader):
+            for sampler in distributed_samplers(dataloader):
                 reshard(sampler, self._engine.slot, self._engine.num_slots)
 
     @property
@@ -107,7 +107,7 @@ class TrainingData:
         return self._trainer.fit_loop.epoch_progress.current.processed  # type: ignore[attr-defined,no-any-return]
 
     def _agree_on_order(self, draw: Callable[[], Tensor]) -> Tensor:
-        mine = draw() if self._engine.alone or self._engine.rank == 0 else None
+        mine = draw()  # on every rank, as under ``ddp``: it moves their random numbers on alike
         order: Tensor = self._broadcast(mine)
         return order
 
@@ -138,11 +138,5 @@ def _has_shared_order(dataloader: object) -> bool:
     return (
         isinstance(dataloader, DataLoader)
         and not isinstance(dataloader.dataset, IterableDataset)
-        and bool(_samplers(dataloader))
+        and bool(distributed_samplers(dataloader))
     )
-
-
-def _samplers(dataloader: object) -> list[DistributedSampler[Any]]:
-    batch_sampler = getattr(dataloader, "batch_sampler", None)
-    found = (getattr(dataloader, "sampler", None), getattr(batch_sampler, "sampler", None))
-    return [sampler for sampler in found if isinstance(sampler, DistributedSampler)]

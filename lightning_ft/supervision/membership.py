@@ -379,16 +379,19 @@ class Membership:
         return [self._roster.ranks[slot] for slot in sorted(self._roster.ranks)]
 
     def _answer_begins(self) -> None:
-        """Send latecomers past the calls that they missed, or into the one that runs."""
+        """Send latecomers into the fit that runs, past the calls before it.
+
+        Until there is one they wait where they are: their script would go on with a module that is not trained.
+        """
         is_open = self._fn == "fit" and self.members and not self._generations.is_ending
         for rank in self._roster.ranks.values():
-            if rank.phase is not Phase.STANDING or rank.veteran or rank.killed:
+            if rank.phase is not Phase.STANDING or rank.veteran or rank.killed or not is_open:
                 continue
             call, fn = rank.standing_at
             if call < self._call:
                 rank.phase = Phase.STARTING
                 self._roster.send(rank.slot, Enter(type="enter", call=call, mode="skip"))
-            elif call == self._call and fn == self._fn and is_open:
+            elif call == self._call and fn == self._fn:
                 rank.phase = Phase.JOINING
                 self._roster.send(rank.slot, Enter(type="enter", call=call, mode="join"))
 

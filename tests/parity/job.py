@@ -64,7 +64,7 @@ def run_row(row: Row, strategy: str, devices: int, ft: dict[str, Any], who: str)
         "should_stop": trainer.should_stop,
         "callback_metrics": plain(trainer.callback_metrics),
         "logged_metrics": plain(trainer.logged_metrics),
-        "weights": fingerprint(trainer),
+        "weights": {} if trainer.lightning_module is None else fingerprint(trainer),
         "callbacks": {
             type(callback).__name__: digest_elsewhere(callback.state_dict(), Path.cwd())
             for callback in trainer.callbacks

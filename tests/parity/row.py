@@ -118,6 +118,7 @@ class Row:
         joins: Whether the others wait for the dead rank's return.
         audited: Whether the events of the third run are those of one training from its begin to its end.
         cut: Whether training ends in the middle of an epoch.
+        alike: Further parts of the record in which all ranks of the third run must agree.
         unbalanced: Hooks ("train_batch") of which an end may be missing, as under ``ddp``.
         differs: Parts of the record that may differ from ``ddp``, and why.
 
@@ -136,6 +137,7 @@ class Row:
     joins: bool = True
     audited: bool = True
     cut: bool = False
+    alike: Sequence[str] = ()
     unbalanced: Sequence[str] = ()
     differs: Mapping[str, str] = field(default_factory=dict)
 

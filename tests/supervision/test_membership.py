@@ -220,7 +220,7 @@ def test_next_call_starts_in_order_of_seniority() -> None:
     assert job.has(0, "enter", call=1, mode="start")
 
 
-def test_latecomer_skips_missed_calls_and_waits_through_one_that_it_cannot_join() -> None:
+def test_latecomer_waits_for_a_fit_and_then_skips_the_calls_before_it() -> None:
     job = Job(3)
     job.train()
     job.kill(2)
@@ -228,12 +228,12 @@ def test_latecomer_skips_missed_calls_and_waits_through_one_that_it_cannot_join(
     job.begin(0, 1, call=1, fn="validate")
     job.connect()
     job.begin(2)
-    assert job.has(2, "enter", call=0, mode="skip")
-    job.begin(2, call=1, fn="validate")
-    assert not job.has(2, "enter", call=1)
+    assert not job.has(2, "enter", call=0)
     job.end(0, 1, call=1)
     job.begin(0, 1, call=2)
     assert job.members == [0, 1]
+    assert job.has(2, "enter", call=0, mode="skip")
+    job.begin(2, call=1, fn="validate")
     assert job.has(2, "enter", call=1, mode="skip")
     job.begin(2, call=2)
     assert job.has(2, "enter", call=2, mode="join")

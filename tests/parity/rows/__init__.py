@@ -1,5 +1,5 @@
 """The parity table: one list of rows, by theme."""
 
-from rows import control, hooks, logged, optimization
+from rows import calls, control, data, hooks, logged, modules, optimization, saving
 
-TABLE = [row for theme in (optimization, logged, control, hooks) for row in theme.ROWS]
+TABLE = [row for theme in (optimization, modules, logged, control, hooks, data, calls, saving) for row in theme.ROWS]

@@ -108,6 +108,7 @@ def many_loggers() -> dict[str, Any]:
 
 
 ROWS = [
+    Row("every reduction", LogsReduced),
     Row("rank zero and dictionaries", LogsOnRankZero),
     Row("several validation loaders", LogsPerLoader, val=lambda: [val_loader(), val_loader(seed=3)]),
     Row("metrics", Metrics),

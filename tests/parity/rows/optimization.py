@@ -40,6 +40,7 @@ ROWS = [
     Row("step scheduler by epoch", scheduled(lambda o, m: lr_scheduler.StepLR(o, 1, 0.5))),
     Row("step scheduler by step", scheduled(lambda o, m: lr_scheduler.StepLR(o, 2, 0.5), interval="step", frequency=2)),
     Row("warm-up", scheduled(lambda o, m: lr_scheduler.LambdaLR(o, lambda n: min(1.0, (n + 1) / 5)), interval="step")),
+    Row("plateau", scheduled(lambda o, m: lr_scheduler.ReduceLROnPlateau(o, patience=0), monitor="val_loss")),
     Row(
         "plateau by step",
         scheduled(
