@@ -58,7 +58,7 @@ class _Uses:
 
     """
 
-    __slots__ = ("any", "bucket", "expected", "parameter", "seen")
+    __slots__ = ("any", "bucket", "expected", "in_ghost", "parameter", "seen")
 
     def __init__(self, parameter: Parameter) -> None:
         self.parameter = parameter
@@ -66,6 +66,7 @@ class _Uses:
         self.seen = 0  # in the backward pass under way
         self.expected = 0  # the most that was seen; 0: no reduction had it yet
         self.any = False  # in a backward pass since the last reduction
+        self.in_ghost = False  # the same for passes that do not count
 
 
 class GradientReducer:
@@ -184,7 +185,11 @@ class GradientReducer:
                     write_rows(parameter, rows, values)
         for uses in self._uses:
             uses.expected = max(uses.expected, uses.seen, 1)
-            uses.any = False
+            uses.any = uses.in_ghost = False
+        for index in result["zeros"]:
+            parameter = self._parameters[index]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         return _learned(result, frozenset(self._parameters[index] for index in result["unused"]))
 
     @contextmanager
@@ -208,6 +213,7 @@ class GradientReducer:
 
     def _on_gradient(self, uses: _Uses, parameter: Parameter) -> None:
         if self._in_ghost:
+            uses.in_ghost = True
             return
         uses.any = True
         if not self._armed:
@@ -259,6 +265,7 @@ class GradientReducer:
         flags = [_FLAGS.unpack(row) for row in exchange.inline]
         counts: list[float] = []
         sparse: list[tuple[Tensor, Tensor]] = []
+        zeros: list[int] = []
         if exchange.group is not None:
             if exchange.group is not self._group:
                 self._start_over(exchange.group)
@@ -275,11 +282,17 @@ class GradientReducer:
             if 0 < weight < total:  # the mean is over the micro-batches that count, not over all ranks
                 for tensor in (*(bucket.gradients for bucket in self._buckets), *(values for _, values in sparse)):
                     tensor.mul_(total / weight)
+            if weight == 0:
+                # Whoever had a batch died. Optimizers are stepped all the same, and find the gradients that they would.
+                touched = torch.tensor([float(uses.in_ghost) for uses in self._uses])
+                exchange.all_reduce(touched)
+                zeros = touched.nonzero().flatten().tolist()
         contributors = sum(row[2] > 0 for row in flags)
         return {
             "buckets": [bucket.flat for bucket in self._buckets],
             "unused": [index for index, count in enumerate(counts[:-1]) if count < contributors],
             "sparse": sparse,
+            "zeros": zeros,
             "untouched": [index for index, count in enumerate(counts[:-1]) if count == 0],
             **self._tell(exchange),
         }

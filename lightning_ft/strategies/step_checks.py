@@ -33,8 +33,8 @@ def agree_on_loss(closure: Callable[[], Any], collectives: Collectives) -> Calla
 
     def agreed() -> Any:
         loss = closure()
-        if loss is None:
-            return None
+        if loss is None:  # on all ranks: no gradient counts, which LBFGS takes for having arrived
+            return torch.zeros(())
         mean = collectives.mean(loss if isinstance(loss, Tensor) else torch.tensor(loss))
         return mean if isinstance(loss, Tensor) else mean.item()
 

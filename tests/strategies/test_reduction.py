@@ -180,3 +180,21 @@ def test_what_requires_a_gradient_now_is_averaged_now():
         for mine, other in zip(ours, expected, strict=True):
             if mine is not None:
                 torch.testing.assert_close(torch.tensor(mine), torch.tensor(other))
+
+
+def reduce_without_anybody_who_counts(engine: LocalEngine) -> list:
+    layers = nn.ModuleList([nn.Linear(2, 1) for _ in range(4)])
+    layers[3].weight.grad = torch.ones(1, 2)
+    reducer = GradientReducer(layers.parameters(), engine)
+    reducer.arm(0, 1, stop=False)
+    with reducer.ghost_backward():
+        for number in ((0, 3), (0, 1))[engine.rank]:
+            (layers[number](torch.ones(1, 2)) * float("nan")).sum().backward()
+    reducer.finish()
+    engine.report_progress(1)
+    return [None if layer.weight.grad is None else layer.weight.grad.tolist() for layer in layers]
+
+
+def test_where_nobody_is_left_who_counts_gradients_are_zero_and_what_was_accumulated_stays():
+    zero = [[0.0, 0.0]]
+    assert run_ranks(reduce_without_anybody_who_counts, 2) == [[zero, zero, None, [[1.0, 1.0]]]] * 2
