@@ -3,7 +3,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import SoloEngine
+from lightning_ft.elastic.gathering import gather_with_gradients
 from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.strategies.buckets import make_buckets
 from lightning_ft.strategies.reduction import GradientReducer
@@ -198,3 +200,37 @@ def reduce_without_anybody_who_counts(engine: LocalEngine) -> list:
 def test_where_nobody_is_left_who_counts_gradients_are_zero_and_what_was_accumulated_stays():
     zero = [[0.0, 0.0]]
     assert run_ranks(reduce_without_anybody_who_counts, 2) == [[zero, zero, None, [[1.0, 1.0]]]] * 2
+
+
+def gather_after_buckets_are_sent(engine: LocalEngine | None) -> list:
+    """Gradients of a module whose backward pass calls a collective from step 2 on, when later layers' are on their way."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    reducer = GradientReducer(layers.parameters(), engine or SoloEngine(), bucket_bytes=1)
+    gradients = []
+    for step in range(4):
+        layers.zero_grad()
+        reducer.arm(1, 1, stop=False)
+        ranks = (0, 1) if engine is None else (engine.rank,)
+        hidden = [layers[0](torch.full((1, 4), 1.0 + rank)) for rank in ranks]
+        for own in hidden:
+            x = own
+            if step > 1:
+                x = x + (torch.stack(hidden) if engine is None else gather_with_gradients(own, Collectives(engine))).prod(0)
+            for layer in list(layers)[1:]:
+                x = layer(x).tanh()
+            (x.sum() / (2 if engine is None else 1)).backward(retain_graph=True)
+        reducer.finish()
+        gradients.append([parameter.grad.tolist() for parameter in layers.parameters()])
+        if engine is not None:
+            engine.report_progress(step + 1)
+    return gradients
+
+
+def test_buckets_that_were_sent_before_a_first_collective_inside_backward_are_sent_again():
+    results = run_ranks(gather_after_buckets_are_sent, 2)
+    assert results[0] == results[1]
+    expected = gather_after_buckets_are_sent(None)
+    for ours, reference in zip(results[0], expected, strict=True):
+        for mine, other in zip(ours, reference, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other))
