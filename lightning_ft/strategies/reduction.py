@@ -21,7 +21,7 @@ from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 from lightning_ft.elastic.groups import Group, Work
 from lightning_ft.strategies.buckets import Bucket, Layout
-from lightning_ft.strategies.sparse_gradients import sum_rows, write_rows
+from lightning_ft.strategies.sparse_gradients import no_rows, sum_rows, write_rows
 
 _UNKNOWN = 1 << 60
 _MAX_LAYOUTS = 4
@@ -189,7 +189,7 @@ class GradientReducer:
         for index in result["zeros"]:
             parameter = self._parameters[index]
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = no_rows(parameter) if parameter in self._sparse else torch.zeros_like(parameter)
         return _learned(result, frozenset(self._parameters[index] for index in result["unused"]))
 
     @contextmanager

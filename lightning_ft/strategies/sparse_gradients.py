@@ -37,6 +37,11 @@ def write_rows(parameter: Parameter, rows: Tensor, values: Tensor) -> None:
     parameter.grad = torch.sparse_coo_tensor(rows[None], values, parameter.shape, is_coalesced=True)
 
 
+def no_rows(parameter: Parameter) -> Tensor:
+    """Return a gradient of zero."""
+    return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0], parameter.shape)
+
+
 def _rows(parameter: Parameter, scale: float) -> tuple[Tensor, Tensor]:
     if parameter.grad is None or scale == 0.0:
         return torch.empty(0, dtype=torch.int64, device=parameter.device), parameter.detach()[:0]

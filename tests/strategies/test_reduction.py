@@ -187,12 +187,14 @@ def test_what_requires_a_gradient_now_is_averaged_now():
 def reduce_without_anybody_who_counts(engine: LocalEngine) -> list:
     layers = nn.ModuleList([nn.Linear(2, 1) for _ in range(4)])
     layers[3].weight.grad = torch.ones(1, 2)
-    reducer = GradientReducer(layers.parameters(), engine)
+    rows = nn.Embedding(3, 2, sparse=True)
+    reducer = GradientReducer([*layers.parameters(), rows.weight], engine, sparse={rows.weight})
     reducer.arm(0, 1, stop=False)
     with reducer.ghost_backward():
         for number in ((0, 3), (0, 1))[engine.rank]:
-            (layers[number](torch.ones(1, 2)) * float("nan")).sum().backward()
+            (layers[number](rows(torch.tensor([1]))) * float("nan")).sum().backward()
     reducer.finish()
+    torch.optim.SparseAdam([rows.weight]).step()
     engine.report_progress(1)
     return [None if layer.weight.grad is None else layer.weight.grad.tolist() for layer in layers]
 
