@@ -77,6 +77,7 @@ class ElasticLoader:
         """True in a rank that is not a member yet: its order and position come with the state that it receives."""
         self.on_take: Callable[[], None] = lambda: None
         self._resumed = False
+        self._has_joined = False
         self._inner = self._make_inner()
         self._batches: Iterator[Any] | None = None
         self._round = 0
@@ -144,7 +145,7 @@ class ElasticLoader:
     def load_handed_out(self, state: dict[str, Any], live: tuple[int, ...]) -> None:
         """Take the position that a live peer handed out, among ``live`` slots, with its iteration under way."""
         self.load_state_dict(state)
-        self._resumed, self.deferred, self.live = False, False, live
+        self._resumed, self._has_joined, self.deferred, self.live = False, True, False, live
 
     # Order and batches.
 
@@ -255,9 +256,12 @@ class ElasticLoader:
         self._upcoming.tickets = lambda: chain(taken, self.plan.upcoming(self._slot))
         # A `DataLoader` draws a number of its own between asking the sampler for an iterator and for the first item.
         ask: Any = getattr(type(self._source.batch_sampler), "__iter__", None)
-        if self._batched_by_user and not inspect.isgeneratorfunction(ask):
+        # With persistent workers it does so only once, which the other ranks did before this one joined them.
+        drew_before = self._has_joined and self._inner.persistent_workers
+        if drew_before or (self._batched_by_user and not inspect.isgeneratorfunction(ask)):
             self._epoch_order()
-        self._batches = iter(self._inner)
+        with torch.random.fork_rng(devices=[], enabled=drew_before):
+            self._batches = iter(self._inner)
         self._epoch_order()
 
     def _make_inner(self) -> DataLoader[Any]:
