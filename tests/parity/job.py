@@ -35,7 +35,7 @@ def run_row(row: Row, strategy: str, devices: int, ft: dict[str, Any], who: str)
         defaults = {
             "accelerator": "cpu",
             "devices": devices,
-            "strategy": FTStrategy(**ft) if strategy == "ft" else row.ddp,
+            "strategy": FTStrategy(**{**ft, **row.ft}) if strategy == "ft" else row.ddp,
             "default_root_dir": ".",
             "enable_progress_bar": False,
             "enable_model_summary": False,

@@ -113,6 +113,7 @@ class Row:
         val: Makes the validation data.
         calls: What is called; what it returns is compared.
         ddp: The strategy to compare with.
+        ft: Arguments of FTStrategy.
         kill: What dies in the third run; ``None``: chosen by the name. ``False``: there is no third run.
         kill_devices: Ranks of the third run.
         joins: Whether the others wait for the dead rank's return.
@@ -132,6 +133,7 @@ class Row:
     val: Callable[[], Any] = val_loader
     calls: Callable[[Run], Any] = fit
     ddp: str = "ddp"
+    ft: Mapping[str, Any] = field(default_factory=dict)
     kill: Mapping[str, Any] | bool | None = None
     kill_devices: int = 3
     joins: bool = True

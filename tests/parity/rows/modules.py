@@ -163,7 +163,7 @@ ROWS = [
     Row("batch norm and dropout", Normalized, train=lambda: train_loader(batch_size=4), kill={"step": 1}),
     Row("tied weights", Tied),
     Row("frozen part", Frozen),
-    Row("unused now and then", Unused, ddp="ddp_find_unused_parameters_true"),
+    Row("unused now and then", Unused, ddp="ddp_find_unused_parameters_true", ft={"find_unused_parameters": True}),
     Row("activation checkpointing", Checkpointed),
     Row("compiled part", CompiledPart, kill={"point": "forward"}),
     Row("compiled module", lambda: torch.compile(Quiet(), backend="eager"), kill={"point": "forward"}),
