@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft.data.workers import shield_workers
@@ -43,10 +43,10 @@ from lightning_ft.strategies.launcher import ElasticLauncher
 from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.module_parameters import ModuleParameters
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
-from lightning_ft.strategies.reduction import GradientReducer, Reduced
+from lightning_ft.strategies.reduction import GradientReducer
 from lightning_ft.strategies.sparse_gradients import sparse_parameters
 from lightning_ft.strategies.startup import StartupRecord
-from lightning_ft.strategies.step_checks import agree_on_loss, check_all_used
+from lightning_ft.strategies.steps import TrainingSteps
 from lightning_ft.strategies.training_data import TrainingData
 from lightning_ft.supervision.other_launchers import other_launcher
 
@@ -122,10 +122,7 @@ class FTStrategy(ParallelStrategy):
         self.event_directory: Path | None = None
         self._startup = StartupRecord(self.engine)
         self._live: LiveTraining | None = None
-        self._reducer: GradientReducer | None = None
-        self._synchronize_gradients = True
-        self._micro_batches: list[bool] = []
-        self._reduced: Reduced | None = None
+        self._steps: TrainingSteps | None = None
 
     # Ranks.
 
@@ -254,11 +251,7 @@ class FTStrategy(ParallelStrategy):
         self.model_to_device()
         self._same_start()
         if fitting:
-            self._parameters = ModuleParameters(self.model)
-            self._reducer = GradientReducer(self._parameters, self.engine, sparse=sparse_parameters(self.model))
-            self._live.reducer = self._reducer
-            self._live.buffers = BufferSync(self.model, self.collectives)
-            self._live.on_batch_end, self._live.may_pause = self._end_batch, lambda: not self._micro_batches
+            self._steps = self._make_steps(self._live)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -268,6 +261,24 @@ class FTStrategy(ParallelStrategy):
         if fitting and self._is_joiner:
             # Here, and not after `on_fit_start`: callbacks expect in that hook what they saved.
             trainer._checkpoint_connector._restore_modules_and_callbacks(joining.PEER_CHECKPOINT)
+
+    def _make_steps(self, live: LiveTraining) -> TrainingSteps:
+        assert self.model is not None
+        assert self.lightning_module is not None
+        parameters = ModuleParameters(self.model)
+        live.reducer = reducer = GradientReducer(parameters, self.engine, sparse=sparse_parameters(self.model))
+        live.buffers = BufferSync(self.model, self.collectives)
+        steps = TrainingSteps(
+            self.lightning_module,
+            parameters,
+            reducer,
+            live,
+            self.engine,
+            self.collectives,
+            find_unused_parameters=self._find_unused_parameters,
+        )
+        live.on_batch_end, live.may_pause = steps.end_batch, lambda: steps.may_pause
+        return steps
 
     @override
     def model_to_device(self) -> None:
@@ -373,43 +384,25 @@ class FTStrategy(ParallelStrategy):
 
     def _before_forward(self) -> None:
         if self._live is not None and self._live.buffers is not None:
-            # In manual optimization `ddp` sends buffers before the first batch only.
-            assert self.lightning_module is not None
-            synchronize = self._synchronize_gradients and self.lightning_module.automatic_optimization
-            self._live.buffers.before_forward(synchronize_gradients=synchronize)
+            assert self._steps is not None
+            self._live.buffers.before_forward(synchronize_gradients=self._steps.synchronizes_buffers)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        self._synchronize_gradients = False
-        num_micro_batches = len(self._micro_batches)
-        try:
+        assert self._steps is not None
+        with self._steps.without_synchronization():
             yield
-        finally:
-            self._synchronize_gradients = True
-            if len(self._micro_batches) == num_micro_batches and self._is_automatic:
-                self._micro_batches.append(False)  # `training_step` returned None
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module = self.lightning_module
         assert module is not None
+        assert self._steps is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        reducer, live = self._reducer, self._live
-        assert reducer is not None
-        assert live is not None
-        self._micro_batches.append(live.has_own_batch)
-        reducer.follow(self._parameters)
-        if self._synchronize_gradients:
-            self._arm()
-        loss = closure_loss if live.has_own_batch else closure_loss * 0.0
-        with nullcontext() if live.has_own_batch else reducer.ghost_backward():
+        with self._steps.backward(closure_loss) as loss:
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        if self._synchronize_gradients:
-            self._finish_reduction()
-        else:
-            self.engine.activity.enter("callbacks")
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -422,76 +415,10 @@ class FTStrategy(ParallelStrategy):
         model: LightningModule | Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if self._is_automatic:
-            closure = self._reducing(closure)
-        if isinstance(optimizer, LBFGS):  # decides by the loss how often it calls the closure, and how far it goes
-            closure = agree_on_loss(closure, self.collectives)
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self._live is not None
-        step = self._live.trainer.global_step + 1
-        self._live.commits.stepped(step)
-        self.engine.report_progress(step)
+        assert self._steps is not None
+        output = super().optimizer_step(optimizer, self._steps.wrap(optimizer, closure), model, **kwargs)
+        self._steps.commit()
         return output
-
-    @property
-    def _is_automatic(self) -> bool:
-        """Whether every optimizer step follows from one reduction."""
-        module = self.lightning_module
-        return module is not None and module.automatic_optimization and not module.trainer.fit_loop._skip_backward
-
-    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Make ``closure`` take part in the reduction even if ``training_step`` returns None.
-
-        If it does so on all ranks there is no gradient anywhere, as on a single device; else this one applies the others'.
-        """
-
-        def reducing() -> Any:
-            self._reduced = None
-            loss = closure()
-            reduced = self._reduced
-            if reduced is None:
-                self._micro_batches.append(False)
-                assert self._reducer is not None
-                self._reducer.follow(self._parameters)
-                self._arm()
-                reduced = self._finish_reduction()
-            if not reduced.contributors:
-                return None
-            return torch.zeros((), device=self.root_device) if loss is None else loss
-
-        return reducing
-
-    def _arm(self) -> None:
-        assert self._reducer is not None
-        assert self._live is not None
-        weight, total = sum(self._micro_batches), len(self._micro_batches)
-        label = f"gradients of batch {self._live.batch}"
-        self._reducer.arm(weight, total, stop=self._live.preemption.asked, label=label)
-
-    def _finish_reduction(self) -> Reduced:
-        assert self._reducer is not None
-        assert self._live is not None
-        self._reduced = reduced = self._reducer.finish()
-        if not reduced.contributors and self._is_automatic:  # also not those of batches that do not count
-            for parameter in self._reducer.parameters:
-                parameter.grad = None
-        self._micro_batches.clear()
-        if self._is_automatic and not self._find_unused_parameters:
-            assert self.lightning_module is not None
-            check_all_used(self.lightning_module, reduced.unused)
-        self._live.after_reduction(reduced)
-        return reduced
-
-    def _end_batch(self) -> None:
-        """Collective. Let a batch that averaged no gradients in manual optimization be a step boundary all the same."""
-        live, reducer = self._live, self._reducer
-        assert live is not None
-        assert reducer is not None
-        if self._is_automatic or live.has_reduced:
-            return
-        if not self._micro_batches or live.is_last_batch:
-            label = f"end of batch {live.batch} without gradients"
-            live.after_reduction(reducer.agree(stop=live.preemption.asked, label=label))
 
     # Collectives.
 
@@ -550,10 +477,9 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close()
-            self._parameters.close()
-        self._reducer = None
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = None
         super().teardown()
 
     @classmethod

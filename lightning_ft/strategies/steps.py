@@ -1,0 +1,162 @@
+"""How backward passes become optimizer steps: which of them are averaged, and what each average stands for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_ft.elastic.collectives import Collectives
+from lightning_ft.elastic.engine import Engine
+from lightning_ft.strategies.live_training import LiveTraining
+from lightning_ft.strategies.module_parameters import ModuleParameters
+from lightning_ft.strategies.reduction import GradientReducer, Reduced
+from lightning_ft.strategies.step_checks import agree_on_loss, check_all_used
+
+
+class TrainingSteps:
+    """The steps of one fit.
+
+    Args:
+        pl_module: The module that is trained.
+        parameters: Its parameters.
+        reducer: Averages their gradients.
+        live: The Trainer call.
+        engine: Of the job.
+        collectives: Of the live ranks.
+        find_unused_parameters: Whether a step may leave parameters without a gradient.
+
+    """
+
+    def __init__(
+        self,
+        pl_module: LightningModule,
+        parameters: ModuleParameters,
+        reducer: GradientReducer,
+        live: LiveTraining,
+        engine: Engine,
+        collectives: Collectives,
+        *,
+        find_unused_parameters: bool,
+    ) -> None:
+        self._pl_module = pl_module
+        self._parameters = parameters
+        self._reducer = reducer
+        self._live = live
+        self._engine = engine
+        self._collectives = collectives
+        self._find_unused_parameters = find_unused_parameters
+        self._synchronize = True
+        self._micro_batches: list[bool] = []  # since the last average: whether each counts
+        self._reduced: Reduced | None = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters. May be called twice."""
+        self._reducer.close()
+        self._parameters.close()
+
+    @property
+    def synchronizes_buffers(self) -> bool:
+        """Whether a forward pass now is one after which ``ddp`` sends buffers again."""
+        # In manual optimization `ddp` sends them before the first batch only.
+        return self._synchronize and self._pl_module.automatic_optimization
+
+    @property
+    def may_pause(self) -> bool:
+        """Whether the state is whole: no gradient waits to be averaged."""
+        return not self._micro_batches
+
+    @property
+    def _is_automatic(self) -> bool:
+        """Whether every optimizer step follows from one reduction."""
+        return self._pl_module.automatic_optimization and not self._pl_module.trainer.fit_loop._skip_backward
+
+    @contextmanager
+    def without_synchronization(self) -> Iterator[None]:
+        """Keep gradients local: the window of accumulation is not over."""
+        self._synchronize = False
+        num_micro_batches = len(self._micro_batches)
+        try:
+            yield
+        finally:
+            self._synchronize = True
+            if len(self._micro_batches) == num_micro_batches and self._is_automatic:
+                self._micro_batches.append(False)  # `training_step` returned None
+
+    @contextmanager
+    def backward(self, loss: Tensor) -> Iterator[Tensor]:
+        """Collective, at the end of a window. Run the backward pass of the loss that this yields inside."""
+        is_own = self._live.has_own_batch
+        self._micro_batches.append(is_own)
+        self._reducer.follow(self._parameters)
+        if self._synchronize:
+            self._arm()
+        with nullcontext() if is_own else self._reducer.ghost_backward():
+            yield loss if is_own else loss * 0.0
+        if self._synchronize:
+            self._finish_reduction()
+        else:
+            self._engine.activity.enter("callbacks")
+
+    def wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what ``optimizer`` is to call instead of ``closure``."""
+        if self._is_automatic:
+            closure = self._reducing(closure)
+        if isinstance(optimizer, LBFGS):  # decides by the loss how often it calls the closure, and how far it goes
+            closure = agree_on_loss(closure, self._collectives)
+        return closure
+
+    def commit(self) -> None:
+        """Record that an optimizer stepped."""
+        step = self._live.trainer.global_step + 1
+        self._live.commits.stepped(step)
+        self._engine.report_progress(step)
+
+    def end_batch(self) -> None:
+        """Collective. Let a batch that averaged no gradients in manual optimization be a step boundary all the same."""
+        live = self._live
+        if self._is_automatic or live.has_reduced:
+            return
+        if not self._micro_batches or live.is_last_batch:
+            label = f"end of batch {live.batch} without gradients"
+            live.after_reduction(self._reducer.agree(stop=live.preemption.asked, label=label))
+
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Make ``closure`` take part in the reduction even if ``training_step`` returns None.
+
+        If it does so on all ranks there is no gradient anywhere, as on a single device; else this one applies the others'.
+        """
+
+        def reducing() -> Any:
+            self._reduced = None
+            loss = closure()
+            reduced = self._reduced
+            if reduced is None:
+                self._micro_batches.append(False)
+                self._reducer.follow(self._parameters)
+                self._arm()
+                reduced = self._finish_reduction()
+            if not reduced.contributors:
+                return None
+            return torch.zeros((), device=self._pl_module.device) if loss is None else loss
+
+        return reducing
+
+    def _arm(self) -> None:
+        weight, total = sum(self._micro_batches), len(self._micro_batches)
+        label = f"gradients of batch {self._live.batch}"
+        self._reducer.arm(weight, total, stop=self._live.preemption.asked, label=label)
+
+    def _finish_reduction(self) -> Reduced:
+        self._reduced = reduced = self._reducer.finish()
+        if not reduced.contributors and self._is_automatic:  # also not those of batches that do not count
+            for parameter in self._reducer.parameters:
+                parameter.grad = None
+        self._micro_batches.clear()
+        if self._is_automatic and not self._find_unused_parameters:
+            check_all_used(self._pl_module, reduced.unused)
+        self._live.after_reduction(reduced)
+        return reduced
