@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from lightning_ft.elastic.channel import connect
 from lightning_ft.elastic.protocol import (
     Answer,
     Assign,
@@ -15,7 +16,6 @@ from lightning_ft.elastic.protocol import (
     FromSupervisor,
     Generation,
     RankEnvironment,
-    connect,
 )
 from lightning_ft.errors import CollectiveTimeoutError, StoppedError, SupervisorLostError
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from signal import SIGINT
 from types import TracebackType
 
-from lightning_ft.elastic.protocol import Hello, RankEnvironment, connect
+from lightning_ft.elastic.channel import connect
+from lightning_ft.elastic.protocol import Hello, RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

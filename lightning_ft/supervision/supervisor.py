@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
-from lightning_ft.elastic import protocol
+from lightning_ft.elastic.channel import Channel, accept, listen
 from lightning_ft.elastic.options import StartMethod
-from lightning_ft.elastic.protocol import NO_SLOT, Assign, Channel, Enter, FromRank, RankEnvironment
+from lightning_ft.elastic.protocol import NO_SLOT, Assign, Enter, FromRank, FromSupervisor, RankEnvironment
 from lightning_ft.events.log import EventLog
 from lightning_ft.supervision import program
 from lightning_ft.supervision.actions import Action, Ask, Finish, Notice, Record, Send, Show, Signal, Spawn
@@ -83,7 +83,7 @@ class Supervisor:
         self._events = EventLog(slot=None)
         self._run_id = secrets.token_hex(8)
         self._store = _start_store()
-        self._listener, self._address = protocol.listen()
+        self._listener, self._address = listen()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._wakeup = self._handle_signals()
         self._writer = Writer(on_room=self._wake)
@@ -244,7 +244,7 @@ class Supervisor:
 
     def _accept(self) -> bool:
         """Accept one connection; return whether there was one."""
-        accepted = protocol.accept(self._listener)
+        accepted = accept(self._listener)
         if accepted is None:
             return False
         channel, pid = accepted
@@ -296,7 +296,7 @@ class Supervisor:
         elif message["type"] == "exception":
             log.warning("A spare raised %s: %s.", message["exception"], message["message"])
 
-    def _send(self, slot: int, message: protocol.FromSupervisor) -> None:
+    def _send(self, slot: int, message: FromSupervisor) -> None:
         process = self._slots.get(slot)
         if process is None or not process.channels:
             return

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_ft.elastic.activity import Activity
+from lightning_ft.elastic.channel import Channel, accept, listen
 from lightning_ft.elastic.link import SupervisorLink
-from lightning_ft.elastic.protocol import Channel, Death, FromRank, Generation, RankEnvironment, accept, listen
+from lightning_ft.elastic.protocol import Death, FromRank, Generation, RankEnvironment
 
 
 @pytest.fixture

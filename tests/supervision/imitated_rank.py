@@ -4,8 +4,9 @@ import os
 import sys
 from typing import Any
 
+from lightning_ft.elastic.channel import connect
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.protocol import RankEnvironment, connect
+from lightning_ft.elastic.protocol import RankEnvironment
 
 
 class ImitatedRank:
