@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,13 @@ from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import NO_SLOT, Generation, RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.elastic.vigil import Vigil
-from lightning_ft.errors import CollectiveMismatchError, ExcludedError, ReconfigurationError, StateUnavailableError
+from lightning_ft.errors import (
+    CollectiveMismatchError,
+    ExcludedError,
+    ReconfigurationError,
+    StateUnavailableError,
+    SupervisorLostError,
+)
 from lightning_ft.events.log import EventLog
 
 log = logging.getLogger(__name__)
@@ -412,6 +418,8 @@ class LocalEngine:
 
     def close(self) -> None:
         """Leave the job. May be called twice."""
+        with suppress(SupervisorLostError):
+            self._link.send({"type": "bye"})
         self._link.close()
         self._groups.close()
         self._group = None

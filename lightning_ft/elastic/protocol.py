@@ -211,6 +211,12 @@ class End(TypedDict):
     call: int
 
 
+class Bye(TypedDict):
+    """The rank's script is over: whatever ends its process now, nothing is lost."""
+
+    type: Literal["bye"]
+
+
 class Log(TypedDict):
     """Where event logs go."""
 
@@ -248,6 +254,7 @@ FromRank = (
     | Progress
     | Raised
     | End
+    | Bye
     | Log
     | Exclude
     | Asked

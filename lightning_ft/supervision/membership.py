@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.protocol import Asked, Begin, Enter, Exclude, FromRank, Raised, Stop
+from lightning_ft.elastic.protocol import Asked, Begin, Bye, Enter, Exclude, FromRank, Raised, Stop
 from lightning_ft.supervision.actions import Action, Finish, Notice, Show, Signal, Spawn
 from lightning_ft.supervision.excluding import Excluding
 from lightning_ft.supervision.failures import Failures
@@ -46,6 +46,7 @@ class Membership:
         self._respawns = Respawns()
         self._lost: set[int] = set()  # not respawned because the call was ending; a next call wants them back
         self._outcome = Outcome()
+        self._leader: int | None = None  # the slot that was rank 0 when a member completed the call
         self._call = -1
         self._fn = ""
         self._has_progressed = False
@@ -110,7 +111,7 @@ class Membership:
                 self._respawns.progressed(slot)
             case "exception":
                 self._on_exception(rank, message, now)
-            case "asked" | "exclude":
+            case "asked" | "exclude" | "bye":
                 self._on_request(rank, message, now)
 
     def exited(self, slot: int, incarnation: int, code: int, now: float, hint: str | None = None) -> None:
@@ -134,7 +135,8 @@ class Membership:
             return
         if code == -signal.SIGTERM and self._verdict is None:  # it was asked to stop where it could not answer
             self._on_asked(rank, signal.SIGTERM, now)
-        self._outcome.add(Ending(slot, incarnation, code, how, is_complete=code == 0 or is_between_calls))
+        has_led = slot == self._leader and code < 0 and not rank.is_over
+        self._outcome.add(Ending(slot, incarnation, code, how, code == 0 or is_between_calls, has_led))
         if self._verdict is not None or code == 0:
             return
         if code > 0 and not self._has_progressed and self._signal is None:
@@ -142,7 +144,7 @@ class Membership:
         elif not is_between_calls:
             self._bury(rank, how, now)
         elif code < 0:
-            self._lost.add(slot)
+            self._lose(rank, how)
 
     def found(self, slot: int, incarnation: int, stopped: bool) -> None:
         """The kernel says whether a process is stopped."""
@@ -200,6 +202,8 @@ class Membership:
         if rank.phase is Phase.MEMBER:
             rank.phase = Phase.STARTING
             if rank.slot in self.members:
+                if not self._generations.is_ending:
+                    self._leader = self.members[0]
                 self._generations.complete(rank)
 
     def _on_exception(self, rank: Rank, message: Raised, now: float) -> None:
@@ -236,8 +240,10 @@ class Membership:
         elif rank.slot in self.members[1:]:  # rank 0 may write a last checkpoint: nobody takes its place until it is gone
             self._generations.remove(rank, tell_raised(raised), "death")
 
-    def _on_request(self, rank: Rank, message: Asked | Exclude, now: float) -> None:
-        if message["type"] == "asked":
+    def _on_request(self, rank: Rank, message: Asked | Exclude | Bye, now: float) -> None:
+        if message["type"] == "bye":
+            rank.is_over = True
+        elif message["type"] == "asked":
             self._on_asked(rank, message["signal"], now)
         else:
             self._on_exclude(message["slot"], message["reason"])
@@ -256,6 +262,11 @@ class Membership:
         self._roster.kill(rank, how)
         if slot in self.members:
             self._generations.remove(rank, how, "exclude")
+
+    def _lose(self, rank: Rank, how: str) -> None:
+        self._lost.add(rank.slot)
+        if not rank.is_over:
+            self._roster.act(Notice(f"Slot {rank.slot} (pid {rank.pid}) died ({how}) after its Trainer call."))
 
     def _bury(self, rank: Rank, how: str, now: float) -> None:
         """Decide whether a dead rank starts again."""
@@ -363,7 +374,9 @@ class Membership:
         for rank in self._roster.ranks.values():
             if rank.phase in (Phase.JOINING, Phase.WAITING):
                 self._roster.kill(rank, "the others went on to the next call")
+        self._leader = None
         for slot in sorted(self._lost):
+            self._outcome.forget(slot)  # this call has another rank 0
             self._respawn(slot, now)
         self._lost.clear()
         for rank in candidates:

@@ -20,6 +20,8 @@ class Ending:
         code: Exit code; ``-signum`` if a signal ended it.
         how: The same in words: "SIGKILL", "exit code 1", "ValueError: ...".
         is_complete: Whether it had nothing left to do: not a death.
+        has_led: Whether a signal ended it when it was rank 0 of the newest Trainer call, and that was over: nobody else
+            does what a script leaves to rank 0 after its last call.
 
     """
 
@@ -28,6 +30,7 @@ class Ending:
     code: int
     how: str
     is_complete: bool
+    has_led: bool = False
 
 
 def describe(code: int) -> str:
@@ -79,6 +82,10 @@ class Outcome:
         codes = [exit_code(ending.code) for ending in endings]
         if terminated_by is not None and 128 + terminated_by in codes:
             return 128 + terminated_by, None
+        leader = next((ending for ending in endings if ending.has_led), None)
+        if leader is not None:
+            told = f"Rank 0 died after the last Trainer call: {self._tell([leader])}. What it did then is missing."
+            return exit_code(leader.code), told
         completed = [ending for ending in endings if ending.is_complete and ending.code >= 0]
         if completed:
             first = next((ending for ending in completed if ending.code), None)

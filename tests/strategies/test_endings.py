@@ -65,6 +65,17 @@ def test_all_trainer_calls_run_one_after_the_other(train: Callable[..., Any]) ->
     assert sorted(set(predicted)) == list(range(24))
 
 
+@pytest.mark.parametrize(("slot", "code"), [(0, 128 + 9), (1, 0)])
+def test_what_rank_0_had_to_do_after_the_last_call_is_not_lost_in_silence(
+    slot: int, code: int, train: Callable[..., Any]
+) -> None:
+    training = train(devices=2, killed_after_calls=slot)
+    assert training.job.returncode == code
+    assert set(training.results) == {1 - slot}
+    told = "Rank 0 died after the last Trainer call" if code else "died (SIGKILL) after its Trainer call"
+    assert told in training.job.stderr
+
+
 @pytest.mark.parametrize("point", ["test_batch", "predict_batch"])
 def test_a_death_in_an_evaluation_is_survived_by_the_others(point: str, train: Callable[..., Any]) -> None:
     plan = FaultPlan([Fault(kind="kill", slot=1, point=point)])

@@ -252,6 +252,39 @@ def test_slot_lost_while_a_call_was_ending_comes_back_for_the_next_call() -> Non
     assert job.members == [0]
 
 
+@pytest.mark.parametrize("completed", [True, False])
+def test_rank_0_killed_after_the_last_call_is_the_end_of_the_job(completed: bool) -> None:
+    job = Job(3)
+    job.train()
+    job.end(1, 2, *([0] if completed else []))
+    job.kill(0)
+    job.exit(1, 2)
+    assert job.finish is not None
+    assert (job.finish.code, str(job.finish.error)[:42]) == (137, "Rank 0 died after the last Trainer call: s")
+
+
+def test_another_rank_killed_after_the_last_call_is_told_and_no_more() -> None:
+    job = Job(3)
+    job.train()
+    job.end(0, 1, 2)
+    job.kill(2)
+    job.exit(0, 1)
+    assert job.finish == Finish(0, None)
+    assert "died (SIGKILL) after its Trainer call" in job.notices[-1]
+
+
+def test_rank_0_killed_between_two_calls_is_a_death_like_any_other() -> None:
+    job = Job(3, max_restarts=0)
+    job.train()
+    job.end(0, 1, 2)
+    job.kill(0)
+    job.begin(1, 2, call=1)
+    job.connect()
+    job.end(1, 2, call=1)
+    job.exit(1, 2)
+    assert job.finish == Finish(0, None)
+
+
 def test_unfinished_joiner_of_the_call_before_starts_again() -> None:
     job = Job(3)
     job.train()
@@ -840,6 +873,7 @@ def test_abort_signal_at_exit_after_the_last_call_is_not_a_death() -> None:
     job = Job(2)
     job.train()
     job.end(0, 1)
+    job.say(0, "bye")
     job.exit(0, code=-signal.SIGABRT)
     job.exit(1)
     assert job.finish == Finish(0, None)

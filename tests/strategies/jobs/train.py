@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Options:
     devices: int = 3
     ft: dict[str, Any] = field(default_factory=dict)
     calls: tuple[str, ...] = ("fit",)
+    killed_after_calls: int | None = None
     num_samples: int = 96
     num_validation_samples: int = 24
     batch_size: int = 4
@@ -187,6 +189,8 @@ def main() -> None:
         "best_model_path": trainer.checkpoint_callback.best_model_path if options.checkpoints else "",
     }
     slot = os.environ.get("LIGHTNING_FT_SLOT", trainer.global_rank)
+    if options.killed_after_calls == int(slot):
+        os.kill(os.getpid(), signal.SIGKILL)
     Path(f"result_{slot}.json").write_text(json.dumps(result))
 
 
