@@ -127,13 +127,13 @@ class PendingExchange:
         self._rank = rank
         self._headers = [header] if group is None else [torch.empty_like(header) for _ in range(size)]
         self._done: Exchange | None = None
-        self._error: RuntimeError | None = None
+        self._error: str | None = None  # an exception would hold this object, and the group, by its traceback
         self._work: Work | None = None
         if group is not None:
             try:
                 self._work = group.allgather([self._headers], [header])
             except RuntimeError as error:  # the group broke before this operation: reported where it is waited for
-                self._error = error
+                self._error = str(error)
 
     @property
     def ready(self) -> bool:
@@ -150,7 +150,7 @@ class PendingExchange:
         """
         if self._done is None:
             if self._error is not None:
-                raise self._error
+                raise RuntimeError(self._error)
             if self._work is not None:
                 self._work.wait()
             inline = check_headers([header.numpy().tobytes() for header in self._headers])

@@ -6,6 +6,8 @@ that joins receives the training state from a survivor. Then everybody goes on.
 """
 
 import atexit
+import ctypes
+import gc
 import logging
 import os
 import time
@@ -106,6 +108,7 @@ class LocalEngine:
             if environment.slot != NO_SLOT:
                 _of_process.events.emit("start", pid=os.getpid())
             atexit.register(_of_process.close)
+            os.register_at_fork(after_in_child=_of_process.disown)
         return _of_process
 
     @property
@@ -423,3 +426,13 @@ class LocalEngine:
         self._link.close()
         self._groups.close()
         self._group = None
+
+    def disown(self) -> None:
+        """Leave the job to the parent, in a process that was forked from this one.
+
+        There, groups lack their threads: whoever drops one waits for these forever, and so does a garbage collection that
+        comes upon one.
+        """
+        gc.freeze()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        atexit.unregister(self.close)  # it would shut down connections of the parent

@@ -1,5 +1,7 @@
 """The engine over real ranks: operations that fail, ranks that die in them, ranks that come back."""
 
+import atexit
+import gc
 import itertools
 import os
 import random
@@ -232,3 +234,26 @@ def test_an_operation_that_was_opened_early_waits_for_those_that_come_before_it(
     assert run_ranks(run_another_operation_first, 3, args=[False]) == [[[6.0, 6.0], 3, 1]] * 3
     survivors = run_ranks(run_another_operation_first, 3, args=[True])[::2]
     assert [told[:2] for told in survivors] == [[[4.0, 4.0], 2]] * 2
+
+
+def fork_a_child_that_ends_as_programs_do(engine: LocalEngine) -> Any:
+    gc.disable()
+    garbage: list[Any] = [engine._group]
+    garbage.append(garbage)
+    if engine.slot == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    Collectives(engine).barrier("death is noticed here")
+    del garbage
+    child = os.fork()
+    if child == 0:
+        gc.collect()
+        atexit._run_exitfuncs()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    generation = engine.generation
+    (total,) = Collectives(engine).all_reduce([torch.ones(1)])
+    return [status, total.tolist(), engine.generation - generation]
+
+
+def test_a_forked_child_that_ends_leaves_the_job_to_its_parent() -> None:
+    assert run_ranks(fork_a_child_that_ends_as_programs_do, 3)[:2] == [[0, [2.0], 0]] * 2
