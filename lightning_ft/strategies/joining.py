@@ -28,6 +28,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for key in _OWN_DATA:  # arbitrary objects, which the joiner has made by itself
         checkpoint.pop(key, None)
+    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # travels by itself, with the step under way
     connector = trainer._logger_connector
     return {
         "checkpoint": checkpoint,

@@ -19,9 +19,10 @@ from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
-from lightning_ft.strategies.ghost import ghost_step
+from lightning_ft.strategies.ghost import GhostSteps
 from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
+from lightning_ft.strategies.resumption import load_positions_late
 from lightning_ft.strategies.skipped_steps import allow_skipped_steps
 from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.training_data import TrainingData, TrainLoader
@@ -71,6 +72,7 @@ class LiveTraining:
         self._events = events
         self._startup = startup
         self._batch = ExitStack()
+        self._ghosts = GhostSteps(trainer, pl_module, collectives)
         self._slots: tuple[int, ...] = ()
         self._pause_agreed = False
         self._own_groups: list[Any] = []
@@ -113,6 +115,7 @@ class LiveTraining:
         epoch_loop.advance = advance_elastically  # type: ignore[method-assign]
         epoch_loop.on_advance_end = end_advance  # type: ignore[method-assign]
         allow_skipped_steps(self.trainer)
+        load_positions_late(self.trainer)
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     # Batches.
@@ -161,8 +164,9 @@ class LiveTraining:
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0 and not tuning.is_searching(trainer):
             self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets)
         set_length_while_fetching(trainer, self.loader)
+        self._ghosts.withdraw()
         if not self.loader.has_own_batch:
-            self._batch.enter_context(ghost_step(trainer, self._pl_module, self._collectives))
+            self._batch.enter_context(self._ghosts.step())
 
     def _before_batch(self) -> None:
         """Collective. At a batch boundary: enter as a joiner, let joiners in."""

@@ -141,9 +141,14 @@ def test_a_rank_without_any_data_is_an_error_that_names_it(train_on_streams: Cal
     assert "The training data of slot 1 yielded no batch in epoch 0" in training.job.stderr
 
 
-@pytest.mark.parametrize("source", ["iterable", "joint:max_size_cycle"])
-def test_a_checkpoint_resumes_every_stream_where_it_was(source: str, train_on_streams: Callable[..., Any]) -> None:
-    options = {"devices": 2, "counts": [24, 13], "source": source, "save_every": 2}
+@pytest.mark.parametrize(
+    ("source", "estimate"),
+    [("iterable", False), ("joint:max_size_cycle", False), ("iterable", True), ("joint:min_size", True), ("whole", True)],
+)
+def test_a_checkpoint_resumes_every_stream_where_it_was(
+    source: str, estimate: bool, train_on_streams: Callable[..., Any]
+) -> None:
+    options = {"devices": 2, "counts": [24, 13], "source": source, "save_every": 2, "estimate": estimate}
     whole = train_on_streams(name="whole", **options)
     rest = train_on_streams(name="rest", ckpt_path=str(whole.directory / "steps" / "step=2.ckpt"), **options)
     rest.job.check()
@@ -159,3 +164,13 @@ def test_a_worker_that_is_killed_is_the_death_of_its_rank(train_on_streams: Call
     assert "DataLoader worker" in training.job.stderr
     assert [event["how"] for event in training.of("exit") if event["code"] != 0 and event["incarnation"] == 0] != []
     assert training.trained_samples(2) == [all_samples(40, 40, 40)] * 2
+
+
+def test_a_rank_without_a_batch_in_an_epoch_logs_values_of_its_own_none_the_less(train: Callable[..., Any]) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=slot, point="forward", step=1) for slot in (0, 1)])
+    options = {"max_epochs": 3, "num_samples": 2, "ft": {"max_restarts": 0}, "checkpoints": False}
+    training = train(plan, model="LogsForItself", **options)
+    training.assert_went_on(plan, num_samples=2, max_epochs=3)
+    counts = {path.name: path.read_text().split() for path in training.directory.glob("own_*")}
+    # In epoch 1 the third rank has no batch, until it takes over those of the dead.
+    assert counts == {"own_0": ["1", "2", "2"], "own_1": ["1"], "own_2": ["0"]}

@@ -7,6 +7,7 @@ import torch.distributed.nn.functional as dist_nn
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 from train import Model
 
 
@@ -80,3 +81,33 @@ class FreezesAndAdds(Callback):
             (group,) = trainer.optimizers[0].param_groups
             group["params"] = [parameter for parameter in group["params"] if parameter is not pl_module.net[4].bias]
             trainer.optimizers[0].add_param_group({"params": [pl_module.net[4].bias], "lr": 0.1})
+
+
+class LogsForItself(Model):
+    """Epoch values of each rank alone: of its own batches, or of a batch that stands in for them if it had none."""
+
+    def __init__(self, batch_norm: bool, dropout: float) -> None:
+        super().__init__(batch_norm, dropout)
+        self.mean = MeanMetric(sync_on_compute=False)
+        self.own: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean(loss)
+        self.log("mean", self.mean, on_step=False, on_epoch=True)
+        self.log("lowest", loss, on_step=False, on_epoch=True, reduce_fx="min")
+        self.log("average", loss, on_step=False, on_epoch=True)
+        if self.trainer.strategy.has_own_batch:
+            self.own.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        found = {name: self.trainer.callback_metrics[name] for name in ("mean", "lowest", "average")}
+        own, self.own = torch.tensor(self.own), []
+        if len(own):
+            expected = {"mean": own.mean(), "lowest": own.min(), "average": own.mean()}
+            torch.testing.assert_close(found, expected)
+        else:
+            assert torch.stack(list(found.values())).isfinite().all(), found
+        with open(f"own_{self.global_rank}", "a") as file:
+            file.write(f"{len(own)}\n")

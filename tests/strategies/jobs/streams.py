@@ -44,6 +44,8 @@ class Options:
     """Rank and batch at which a worker ends as if it had used up the memory."""
     save_every: int = 0
     ckpt_path: str | None = None
+    estimate: bool = False
+    """Whether the loaders are asked for before the optimizers are there."""
     buffers: bool = False
     dropout: float = 0.0
 
@@ -174,6 +176,8 @@ class Model(LightningModule):
             self.validations.append(self.trainer.global_step)
 
     def configure_optimizers(self) -> Any:
+        if self.options.estimate:
+            assert self.trainer.estimated_stepping_batches
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
 
