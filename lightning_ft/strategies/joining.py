@@ -45,7 +45,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "should_stop": trainer.should_stop,
         "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
         "validation": validation_data(trainer),
-        "learning_rates": tuning.found(trainer, trainer.lightning_module),
+        "found": tuning.found(trainer, trainer.lightning_module),
     }
 
 
@@ -119,7 +119,7 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
     for loop, descriptions in zip(logged_results.loops_that_log(trainer), state["results"], strict=True):
         logged_results.take_over(trainer, loop._results, descriptions)
     trainer.should_stop = state["should_stop"]
-    tuning.adopt(trainer.lightning_module, state["learning_rates"])
+    tuning.adopt(trainer, trainer.lightning_module, state["found"])
     parameters = dict(trainer.lightning_module.named_parameters())
     for name, gradient in state["gradients"].items():
         parameters[name].grad = gradient.to(parameters[name].device)

@@ -36,8 +36,7 @@ def remember(engine: Engine, trainer: Trainer, returned: Any) -> None:
         "progress": trainer.fit_loop.state_dict(),
         "metrics": dict(trainer._logger_connector._callback_metrics),
         "callbacks": [callback.state_dict() for callback in _with_results(trainer)],
-        "found": [finder.optimal_lr for finder in tuning.finders(trainer)],
-        "learning_rates": tuning.found(trainer, trainer.lightning_module),
+        "found": tuning.found(trainer, trainer.lightning_module),
     }
     try:
         engine.record(f"call/{engine.call}", pickle.dumps(left))
@@ -59,10 +58,7 @@ def recall(engine: Engine, trainer: Trainer, model: LightningModule | None) -> A
         if isinstance(callback, Checkpoint) and hasattr(callback, "dirpath"):
             callback.dirpath = state.get("dirpath", callback.dirpath)  # chosen in the call
         callback.load_state_dict(state)
-    for finder, result in zip(tuning.finders(trainer), left["found"], strict=True):
-        finder.optimal_lr = result
-    if model is not None:
-        tuning.adopt(model, left["learning_rates"])
+    tuning.adopt(trainer, model, left["found"])
     return left["returned"]
 
 

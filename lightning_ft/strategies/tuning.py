@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
-from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name, _LRCallback
+from lightning.pytorch.tuner.lr_finder import _determine_lr_attr_name, _LRCallback, _LRFinder
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
 
 
@@ -29,16 +29,24 @@ def take_part(trainer: Trainer) -> None:
         vars(finder).pop("lr_find", None)
 
 
-def found(trainer: Trainer, module: LightningModule) -> list[tuple[str, Any]]:
-    """Return the learning rates of ``module`` that the finders may have set, by attribute."""
+def found(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Return what the finders found, and the learning rates of ``module`` that they may have set, by attribute."""
     names = [_determine_lr_attr_name(module, finder._attr_name) for finder in finders(trainer) if finder._update_attr]
-    return [(name, lightning_getattr(module, name)) for name in names]
+    return {
+        "results": [None if finder.optimal_lr is None else vars(finder.optimal_lr) for finder in finders(trainer)],
+        "rates": [(name, lightning_getattr(module, name)) for name in names],
+    }
 
 
-def adopt(module: LightningModule, rates: list[tuple[str, Any]]) -> None:
+def adopt(trainer: Trainer, module: LightningModule | None, state: dict[str, Any]) -> None:
     """Set what :func:`found` returned in another rank."""
-    for name, rate in rates:
-        lightning_setattr(module, name, rate)
+    for finder, result in zip(finders(trainer), state["results"], strict=True):
+        if result is not None:
+            finder.optimal_lr = _LRFinder.__new__(_LRFinder)
+            vars(finder.optimal_lr).update(result)
+    if module is not None:
+        for name, rate in state["rates"]:
+            lightning_setattr(module, name, rate)
 
 
 def finders(trainer: Trainer) -> list[LearningRateFinder]:
