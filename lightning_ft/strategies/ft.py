@@ -226,22 +226,23 @@ class FTStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        # Here, and not in `setup`: the module's own `setup` may ask for the loaders, or for their length.
+        self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
+        self._live.data = TrainingData(trainer, self.engine, self._startup, self.broadcast)
         if not isinstance(self.engine, SoloEngine):
-            assert self.lightning_module is not None
-            trainer = self.lightning_module.trainer
             prepare_data_elastically(trainer, self.collectives, lambda: self.is_global_zero)
+            self._live.data.watch_source()
+        if not self.engine.alone:
+            self._live.agree_on_slots()
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
         assert self.lightning_module is not None
-        self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
-        self._live.data = TrainingData(trainer, self.engine, self._startup, self.broadcast)
-        if not isinstance(self.engine, SoloEngine):
-            self._live.data.watch_source()
-        if not self.engine.alone:
-            self._live.agree_on_slots()
+        assert self._live is not None
         self._live.preemption.listen()
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING

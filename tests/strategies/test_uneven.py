@@ -142,14 +142,14 @@ def test_a_rank_without_any_data_is_an_error_that_names_it(train_on_streams: Cal
 
 
 @pytest.mark.parametrize(
-    ("source", "estimate"),
-    [(source, estimate) for source in ("iterable", "joint:max_size_cycle") for estimate in (False, True)]
-    + [("whole", True)],
+    ("source", "estimate_in"),
+    [(source, hook) for source in ("iterable", "joint:max_size_cycle") for hook in ("", "configure_optimizers")]
+    + [("whole", "configure_optimizers"), ("whole", "setup")],
 )
 def test_a_checkpoint_resumes_every_stream_where_it_was(
-    source: str, estimate: bool, train_on_streams: Callable[..., Any]
+    source: str, estimate_in: str, train_on_streams: Callable[..., Any]
 ) -> None:
-    options = {"devices": 2, "counts": [24, 13], "source": source, "save_every": 2, "estimate": estimate}
+    options = {"devices": 2, "counts": [24, 13], "source": source, "save_every": 2, "estimate_in": estimate_in}
     whole = train_on_streams(name="whole", **options)
     rest = train_on_streams(name="rest", ckpt_path=str(whole.directory / "steps" / "step=2.ckpt"), **options)
     rest.job.check()
@@ -157,6 +157,18 @@ def test_a_checkpoint_resumes_every_stream_where_it_was(
     for slot, result in rest.results.items():
         assert result["trained"] == whole.results[slot]["trained"][2:]
         assert result["fingerprint"] == whole.results[slot]["fingerprint"]
+
+
+@pytest.mark.parametrize("source", ["iterable", "whole"])
+def test_a_rank_that_asks_for_its_loaders_in_setup_comes_back(source: str, train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="forward", step=1),
+            Fault(kind="kill", slot=0, point="forward", step=3),
+        ]
+    )
+    options = {"counts": [24, 24, 24], "source": source, "estimate_in": "setup", "ft": {"min_replicas": 3}}
+    check(train_on_streams(plan, **options), plan)
 
 
 def test_a_worker_that_is_killed_is_the_death_of_its_rank(train_on_streams: Callable[..., Any]) -> None:

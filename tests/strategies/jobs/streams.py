@@ -44,7 +44,7 @@ class Options:
     """Rank and batch at which a worker ends as if it had used up the memory."""
     save_every: int = 0
     ckpt_path: str | None = None
-    estimate: bool = False
+    estimate_in: str = ""
     """Whether the loaders are asked for before the optimizers are there."""
     buffers: bool = False
     dropout: float = 0.0
@@ -175,8 +175,12 @@ class Model(LightningModule):
         if not self.trainer.sanity_checking:
             self.validations.append(self.trainer.global_step)
 
+    def setup(self, stage: str) -> None:
+        if self.options.estimate_in == "setup":
+            assert self.trainer.estimated_stepping_batches
+
     def configure_optimizers(self) -> Any:
-        if self.options.estimate:
+        if self.options.estimate_in == "configure_optimizers":
             assert self.trainer.estimated_stepping_batches
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
