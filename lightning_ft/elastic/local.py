@@ -272,7 +272,9 @@ class LocalEngine:
         self.events.emit("join_requested")
         self._link.send({"type": "join", "call": self.call})
         _, outcome = self._reconfigure(joining=True)
-        assert outcome.state is not None
+        if outcome.state is None:
+            reason = "every rank that held the state of the training died before it was handed over"
+            raise ReconfigurationError(self._generation, 1, reason)
         return outcome.state[0]
 
     def enter(self) -> None:

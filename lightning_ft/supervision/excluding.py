@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_ft.elastic.options import Policy
 from lightning_ft.supervision.actions import Ask, Notice, Show
 from lightning_ft.supervision.generations import Generations
-from lightning_ft.supervision.hangs import Watch
+from lightning_ft.supervision.hangs import Findings, Watch
 from lightning_ft.supervision.roster import Phase, Rank, Roster
 
 
@@ -53,6 +53,8 @@ class Excluding:
             if not waiting:  # between calls, ranks may do what they like
                 members = []
         findings = self._watch.look({rank.slot: rank.sight for rank in members}, waiting, is_stuck, policy, now)
+        if not any(rank.is_settled and rank.slot not in findings.hung for rank in members):
+            self._spare_the_settled(findings, now)
         for slot, how in findings.hung.items():
             self._remove(self._roster.ranks[slot], how)
         for rank in members:
@@ -64,6 +66,14 @@ class Excluding:
             self._roster.act(Notice(notice))
             self._roster.record("stall", message=notice)
         return findings.error
+
+    def _spare_the_settled(self, findings: Findings, now: float) -> None:
+        """Try again instead of ending all who hold the job's state: joiners that wait for it could not go on alone."""
+        spared = [slot for slot in findings.hung if self._roster.ranks[slot].is_settled]
+        for slot in spared:
+            del findings.hung[slot]
+        if spared:
+            self._generations.retry("those who hand out the state keep the ones waiting who join", now)
 
     def _settle_joiners(self, policy: Policy, now: float) -> None:
         """End those that take too long to get ready; nobody waits for them, but their slot stays empty."""

@@ -57,6 +57,7 @@ class Generations:
         self._dead.clear()
         self._due = "start"
         for rank in ranks:
+            rank.is_settled = True
             self._admit(rank)
 
     def remove(self, rank: Rank, how: str, reason: Reason) -> None:

@@ -105,7 +105,7 @@ class Membership:
             case "ready" | "at_top" | "failed" | "waiting" | "arrived":
                 self._generations.note(slot, message, now)
             case "progress":
-                self._has_progressed = True
+                self._has_progressed = rank.is_settled = True
                 self._failures.progressed(message["step"])
                 self._generations.progressed()
                 self._respawns.progressed(slot)

@@ -33,6 +33,7 @@ class Rank:
     standing_at: tuple[int, str] = (-1, "")
     raised: Raised | None = None
     raised_at: float | None = None
+    is_settled: bool = False  # holds the job's state; a member that is still receiving it does not
     is_over: bool = False  # its script is; what follows is the interpreter's end
     killed: bool = False
     killed_because: str | None = None  # None in a killed one: nobody needs to know

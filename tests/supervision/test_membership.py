@@ -416,6 +416,24 @@ def test_member_that_does_not_report_what_the_others_report_is_killed_as_hung() 
     assert (1, 1) in job.spawned
 
 
+def test_those_who_hold_the_state_are_not_all_ended_for_keeping_joiners_waiting() -> None:
+    job = Job(4, timeout=5.0)
+    job.train()
+    job.kill(1, 2)
+    job.connect()
+    for slot in (1, 2):
+        job.begin(slot)
+        job.say(slot, "join", call=0)
+    for slot in (0, 3):
+        job.say(slot, "at_top", generation=job.number)
+    assert (job.members, job.reason) == ([0, 3, 1, 2], "join")
+    for slot in (1, 2):
+        job.say(slot, "ready", generation=job.number)
+    job.wait(6.0)
+    assert job.doomed == []
+    assert (job.members, job.reason) == ([0, 3, 1, 2], "error")
+
+
 # Rule 5: joins.
 
 
