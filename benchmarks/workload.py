@@ -150,11 +150,13 @@ def main() -> None:
     callbacks += [StopFile(options.stop_file), Checksums()] if options.stop_file else []
     callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
     per_epoch = options.epoch_steps or options.steps
-    strategy = FTStrategy(max_restarts=options.max_restarts, spares=options.spares, timeout=options.timeout)
+    strategy: FTStrategy | str = options.strategy
+    if strategy == "ft":
+        strategy = FTStrategy(max_restarts=options.max_restarts, spares=options.spares, timeout=options.timeout)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=strategy if options.strategy == "ft" else options.strategy,
+        strategy=strategy,
         max_epochs=-(-options.steps // per_epoch),
         callbacks=callbacks,
         default_root_dir=os.path.abspath(options.directory),
