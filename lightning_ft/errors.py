@@ -235,3 +235,24 @@ class UnusedParametersError(FaultToleranceError, RuntimeError):
             " it. Expected all parameters to be used in `training_step` and to contribute to the loss. If some are unused"
             " on purpose, use `FTStrategy(find_unused_parameters=True)` or set `requires_grad=False` on them."
         )
+
+
+class DamagedCheckpointError(FaultToleranceError, RuntimeError):
+    """A checkpoint is not what was saved; nothing was loaded from it.
+
+    Args:
+        path: The checkpoint.
+        reason: Which file is damaged, and how.
+        intact: Path of the newest intact one beside it, if there is one and somebody looked.
+
+    """
+
+    def __init__(self, path: str, reason: str, intact: str | None = None) -> None:
+        super().__init__(path, reason, intact)
+        self.path = path
+        self.reason = reason
+        self.intact = intact
+
+    def __str__(self) -> str:
+        intact = f" Still intact: {self.intact}." if self.intact else ""
+        return f"Checkpoint {self.path} is damaged: {self.reason}. Nothing was loaded from it.{intact}"

@@ -1,0 +1,144 @@
+"""Finds the newest checkpoint that is intact, the same one on all ranks."""
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from lightning_ft.checkpoint.layout import MANIFEST, META, METADATA, STAGING_PREFIX, TRASH_PREFIX
+from lightning_ft.checkpoint.verify import Share, Thoroughness, read_manifest, verify
+from lightning_ft.errors import DamagedCheckpointError
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+class ReadingRanks(Protocol):
+    """The ranks that look for a checkpoint together."""
+
+    @property
+    def rank(self) -> int:
+        """Position of this process."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def broadcast(self, value: _T) -> _T:
+        """Collective. Return the value of rank 0."""
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """Collective. Return the problem of a rank that has one."""
+
+
+class Alone:
+    """A single process."""
+
+    rank = 0
+    size = 1
+
+    def broadcast(self, value: _T) -> _T:
+        return value
+
+    def first_problem(self, problem: str | None) -> str | None:
+        return problem
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that may be a checkpoint.
+
+    Args:
+        path: Where it is.
+        created: When it was saved, in seconds since 1970.
+        step: Optimizer steps completed; -1 if that is not known without loading it.
+
+    """
+
+    path: str
+    created: float
+    step: int = -1
+
+
+def candidates(dirpath: str | os.PathLike[str], suffix: str = ".ckpt") -> list[Candidate]:
+    """Return all checkpoints in a directory, damaged ones among them, the newest first.
+
+    Args:
+        dirpath: Where to look.
+        suffix: What names of single files end in.
+
+    """
+    root = Path(dirpath)
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    found: dict[str, Candidate] = {}
+    for name in names:
+        candidate = None if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) else _candidate(root / name, suffix)
+        if candidate is not None:  # `last` may be a link to another one
+            found.setdefault(os.path.realpath(candidate.path), candidate)
+    return sorted(found.values(), key=lambda candidate: (candidate.created, candidate.step, candidate.path), reverse=True)
+
+
+def _candidate(path: Path, suffix: str) -> Candidate | None:
+    try:
+        changed = path.stat().st_mtime
+        if not path.is_dir():
+            return Candidate(os.fspath(path), changed) if path.name.endswith(suffix) else None
+        if not any((path / name).exists() for name in (MANIFEST, METADATA, META)) and not path.name.endswith(suffix):
+            return None
+        manifest = read_manifest(path)
+    except DamagedCheckpointError:
+        return Candidate(os.fspath(path), changed)
+    except OSError:  # it was removed meanwhile, or is a link to itself
+        return None
+    return Candidate(os.fspath(path), manifest.created, manifest.step)
+
+
+def check(path: str, peers: ReadingRanks | None = None, thoroughness: Thoroughness = "full") -> None:
+    """Collective. Check one checkpoint; each rank reads its share.
+
+    Raises:
+        DamagedCheckpointError: On all ranks.
+
+    """
+    peers = Alone() if peers is None else peers
+    problem = None
+    while True:
+        total = peers.size
+        try:
+            verify(path, thoroughness, Share(peers.rank, total))
+        except DamagedCheckpointError as error:
+            problem = error.reason
+        problem = peers.first_problem(problem)
+        if problem is not None:
+            raise DamagedCheckpointError(path, problem)
+        if peers.size == total:  # otherwise a rank died, and what it was to read nobody has
+            return
+
+
+def newest_valid(
+    dirpaths: Iterable[str | os.PathLike[str]],
+    peers: ReadingRanks | None = None,
+    thoroughness: Thoroughness = "full",
+) -> str | None:
+    """Collective. Return the newest intact checkpoint, after a warning for each newer one; None if there is none."""
+    peers = Alone() if peers is None else peers
+    for path in peers.broadcast(_list(dirpaths)):
+        try:
+            check(path, peers, thoroughness)
+        except DamagedCheckpointError as error:
+            if peers.rank == 0:
+                log.warning("Passed over checkpoint %s: %s. Looking for the one before it.", path, error.reason)
+        else:
+            return path
+    return None
+
+
+def _list(dirpaths: Iterable[str | os.PathLike[str]]) -> Sequence[str]:
+    found = [candidate for dirpath in dirpaths for candidate in candidates(dirpath)]
+    return [candidate.path for candidate in sorted(found, key=lambda candidate: -candidate.created)]
