@@ -1,0 +1,1 @@
+"""How a module is sharded over the ranks of a replica, and how its shards outlive a rank; knows nothing of Lightning."""

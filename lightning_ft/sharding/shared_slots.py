@@ -1,0 +1,177 @@
+"""Host memory that outlives the process that wrote it: one state in each slot, readable by every rank of the machine.
+
+The memory has no name in any file system. It belongs to the process that made it, the supervisor, and is gone with the
+last process that has it open: nothing is left behind, whatever is killed.
+"""
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_ft.elastic.state_codec import EncodedState, decode
+
+NUM_COPIES = 2  # while one is written, the other one is whole
+
+_MAGIC = b"LFTslot1"
+_CONTROL = struct.Struct(
+    "=8s8q"
+)  # magic, is whole, generation, step, index, count, header bytes, storages, crc of the header
+_SIZE = struct.Struct("=q")
+_BODY = 256  # where the header begins: behind the control block
+_ALIGNMENT = 64
+
+
+def create_memory(name: str) -> int:
+    """Make an empty memory and return its file descriptor, which is not inherited."""
+    return os.memfd_create(name)
+
+
+def memory_path(pid: int, descriptor: int) -> str:
+    """Return where other processes open the memory that process ``pid`` made."""
+    return f"/proc/{pid}/fd/{descriptor}"
+
+
+class Moment(NamedTuple):
+    """When a state was taken; later ones compare greater.
+
+    Args:
+        generation: Number of the generation of ranks that took it.
+        step: The step after which it was taken.
+
+    """
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a slot says about its content.
+
+    Args:
+        moment: When it was taken.
+        index: Which rank of those that took it together.
+        count: How many took it together.
+
+    """
+
+    moment: Moment
+    index: int
+    count: int
+
+
+class SharedSlot:
+    """One memory, which holds one state; written by one process at a time.
+
+    Args:
+        path: As from :func:`memory_path`, or of an ordinary file.
+
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+        self._control: tuple[int, ...] = ()
+
+    def begin(self, label: Label, state: EncodedState) -> list[Tensor]:
+        """Make room for a state, whose former content is gone with this call.
+
+        Returns:
+            Memory to copy ``state.storages`` to; the state is there after :meth:`finish`.
+
+        Raises:
+            OSError: If there is not enough memory; the slot is empty then.
+
+        """
+        sizes = [storage.numel() for storage in state.storages]
+        places, end = _layout(len(state.header), sizes)
+        view = self._writable(end)
+        view[: _CONTROL.size] = bytes(_CONTROL.size)
+        crc = zlib.crc32(state.header)
+        table = b"".join(map(_SIZE.pack, sizes))
+        view[_BODY : _BODY + len(state.header) + len(table)] = state.header + table
+        self._control = (*label.moment, label.index, label.count, len(state.header), crc, len(sizes))
+        memory: Any = torch.frombuffer(view, dtype=torch.uint8)
+        return [memory[place : place + size] for place, size in zip(places, sizes, strict=True)]
+
+    def finish(self) -> None:
+        """Say that the state is whole: everything was copied."""
+        assert self._map is not None
+        # The mark last: whoever is killed between the two leaves an empty slot.
+        self._map[: _CONTROL.size] = _CONTROL.pack(_MAGIC, 0, *self._control)
+        self._map[len(_MAGIC) : len(_MAGIC) + _SIZE.size] = _SIZE.pack(1)
+
+    def label(self) -> Label | None:
+        """Return what the slot holds; None if it holds nothing whole."""
+        found = self._read_control()
+        return None if found is None else Label(Moment(found[1], found[2]), found[3], found[4])
+
+    def read(self) -> Any:
+        """Return the state; its tensors lie in the slot's memory, and hold until it is written again.
+
+        Raises:
+            ValueError: If the slot holds nothing whole.
+
+        """
+        found = self._read_control()
+        if found is None:
+            raise ValueError(f"{self._path} holds no whole state.")
+        _, _, _, _, _, length, crc, count = found
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            # Copy on write: nothing that is done to what is read changes the slot.
+            view = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        header = view[_BODY : _BODY + length]
+        if zlib.crc32(header) != crc:
+            raise ValueError(f"{self._path} holds a state whose description is damaged.")
+        table = view[_BODY + length : _BODY + length + count * _SIZE.size]
+        sizes = [size for (size,) in _SIZE.iter_unpack(table)]
+        places, end = _layout(length, sizes)
+        if end > len(view):
+            raise ValueError(f"{self._path} ends at byte {len(view)} of a state of {end}.")
+        memory: Any = torch.frombuffer(view, dtype=torch.uint8)
+        return decode(header, [memory[place : place + size] for place, size in zip(places, sizes, strict=True)])
+
+    def _read_control(self) -> tuple[int, ...] | None:
+        descriptor = os.open(self._path, os.O_RDONLY)
+        try:
+            block = os.pread(descriptor, _CONTROL.size, 0)
+        finally:
+            os.close(descriptor)
+        if len(block) < _CONTROL.size:
+            return None
+        magic, *rest = _CONTROL.unpack(block)
+        return tuple(rest) if magic == _MAGIC and rest[0] == 1 else None
+
+    def _writable(self, size: int) -> mmap.mmap:
+        if self._map is None or len(self._map) < size:
+            descriptor = os.open(self._path, os.O_RDWR)
+            try:
+                size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+                os.pwrite(descriptor, bytes(_CONTROL.size), 0)
+                # Without this a lack of memory would be no error, but a signal in the middle of copying.
+                os.posix_fallocate(descriptor, 0, size)
+                self._map = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+        return self._map
+
+
+def _layout(header: int, sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each storage begins, and where the last one ends."""
+    places: list[int] = []
+    end = _BODY + header + len(sizes) * _SIZE.size
+    for size in sizes:
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        places.append(begin)
+        end = begin + size
+    return places, end
