@@ -256,3 +256,26 @@ class DamagedCheckpointError(FaultToleranceError, RuntimeError):
     def __str__(self) -> str:
         intact = f" Still intact: {self.intact}." if self.intact else ""
         return f"Checkpoint {self.path} is damaged: {self.reason}. Nothing was loaded from it.{intact}"
+
+
+class CheckpointNotCommittedError(FaultToleranceError, RuntimeError):
+    """A checkpoint that was to be saved does not exist; nothing is left of it.
+
+    Args:
+        step: Optimizer steps completed when it was taken.
+        reason: What failed.
+        because_of_death: Whether that was a rank's death alone, so that the others can save again.
+        intact: Path of the newest checkpoint of this run that is there.
+
+    """
+
+    def __init__(self, step: int, reason: str, because_of_death: bool = False, intact: str | None = None) -> None:
+        super().__init__(step, reason, because_of_death, intact)
+        self.step = step
+        self.reason = reason
+        self.because_of_death = because_of_death
+        self.intact = intact
+
+    def __str__(self) -> str:
+        intact = f"Still intact: {self.intact}." if self.intact else "There is no earlier one of this run."
+        return f"The checkpoint of step {self.step} was not committed: {self.reason}. {intact}"

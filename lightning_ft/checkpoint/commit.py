@@ -1,0 +1,300 @@
+"""Makes what the ranks wrote a checkpoint, as a whole or not at all.
+
+All ranks write into one staging directory. Each posts what it wrote, or what failed. The first live one of them waits for
+all posts, writes torch's metadata and the manifest, and renames the directory: that is the commit. Then it posts the
+verdict. If it dies, the next one takes its place and looks how far it came.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import logging
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from lightning_ft.checkpoint._torch_compat import make_metadata
+from lightning_ft.checkpoint.layout import MANIFEST, METADATA, FileEntry, Manifest
+from lightning_ft.checkpoint.leftovers import discard
+from lightning_ft.checkpoint.peers import Peers, Roll
+from lightning_ft.checkpoint.plan import Entry, describe, index_of
+from lightning_ft.checkpoint.writer_process import sync_directory, write_file
+from lightning_ft.errors import CheckpointNotCommittedError
+
+log = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+_TIME_FOR_A_VERDICT = 30.0  # seconds that the others give to who decides, beyond the time in which it must
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a rank writes in every save, until the shape of the state or the ranks change.
+
+    Args:
+        file_name: The file with its tensors.
+        entries: What is in it.
+        places: Of each where it begins there, and its length.
+
+    """
+
+    file_name: str
+    entries: tuple[Entry, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def to_bytes(self) -> bytes:
+        """Return it as JSON."""
+        rows = [[*_row(entry), *place] for entry, place in zip(self.entries, self.places, strict=True)]
+        return json.dumps([self.file_name, rows]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Table:
+        """Read what :meth:`to_bytes` made."""
+        file_name, rows = json.loads(data)
+        return cls(file_name, tuple(_entry(*row[:5]) for row in rows), tuple((row[5], row[6]) for row in rows))
+
+
+def _row(entry: Entry) -> list[Any]:
+    return [entry.name, str(entry.dtype).removeprefix("torch."), entry.shape, entry.offsets, entry.sizes]
+
+
+def _entry(name: str, dtype: str, shape: list[int], offsets: list[int], sizes: list[int]) -> Entry:
+    return Entry(name, getattr(torch, dtype), tuple(shape), tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True)
+class Post:
+    """What a rank says once it wrote, or failed to.
+
+    Args:
+        files: What it wrote.
+        table: Key of its table.
+        objects: Of each object where it begins in the file of tensors, and its length.
+        error: What failed.
+
+    """
+
+    files: tuple[FileEntry, ...] = ()
+    table: str = ""
+    objects: tuple[tuple[str, int, int], ...] = ()
+    error: str | None = None
+
+    def to_bytes(self) -> bytes:
+        """Return it as JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Post:
+        """Read what :meth:`to_bytes` made."""
+        fields = json.loads(data)
+        files = tuple(FileEntry(**file) for file in fields.pop("files"))
+        return cls(files=files, objects=tuple(tuple(item) for item in fields.pop("objects")), **fields)
+
+
+class Commit:
+    """One save on its way to become a checkpoint.
+
+    Args:
+        peers: The ranks.
+        roll: Who takes part.
+        staging: Where all write.
+        target: What it becomes.
+        manifest: Without files.
+        mappings: From names to paths, for torch's metadata.
+        timeout: When whoever has not written by then is given up.
+
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        roll: Roll,
+        staging: Path,
+        target: Path,
+        manifest: Manifest,
+        mappings: dict[str, Any],
+        timeout: timedelta,
+    ) -> None:
+        self._peers = peers
+        self._roll = roll
+        self._staging = staging
+        self._target = target
+        self._manifest = manifest
+        self._mappings = mappings
+        self._timeout = timeout.total_seconds()
+        self._posts: dict[int, Post] = {}
+
+    def settle(self, post: Post, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
+        """Post what this rank did; return once all is a checkpoint: whether this rank made it one.
+
+        Raises:
+            CheckpointNotCommittedError: If it does not become one.
+
+        """
+        rank = self._roll.seat.rank
+        self._peers.post(self._key(rank), post.to_bytes())
+        deadline = time.monotonic() + self._timeout
+        for _ in _pauses():
+            verdict = self._peers.peek(self._key("verdict"))
+            lost = self._peers.lost(self._roll)
+            decides = verdict is None and min(set(range(self._roll.seat.world_size)) - lost) == rank
+            if decides:
+                verdict = self._decide(lost, deadline)
+            if verdict is None and (is_cancelled() or time.monotonic() > deadline + _TIME_FOR_A_VERDICT):
+                verdict = _verdict(f"nobody decided within {self._timeout:g} s")
+            if verdict is not None:
+                break
+        assert verdict is not None
+        if decides:
+            self._peers.post(self._key("verdict"), verdict)
+        if verdict:
+            with suppress(OSError):  # what this rank wrote there after it was dropped
+                discard(self._staging)
+            raise CheckpointNotCommittedError(self._manifest.step, **json.loads(verdict))
+        return decides
+
+    def forget(self) -> None:
+        """Remove what this rank posted: all ranks are through with it."""
+        self._peers.forget(self._key(self._roll.seat.rank))
+        if self._roll.seat.rank == 0:
+            self._peers.forget(self._key("verdict"))
+
+    def _key(self, name: int | str) -> str:
+        return f"save/{self._roll.token}/{name}"
+
+    # Deciding.
+
+    def _decide(self, lost: frozenset[int], deadline: float) -> bytes | None:
+        """Return the verdict if it is time: empty if all is well, else what is not."""
+        missing = self._missing()
+        errors = [f"rank {rank} failed ({post.error})" for rank, post in sorted(self._posts.items()) if post.error]
+        if errors:
+            return _verdict("; ".join(errors))
+        if missing & lost:  # looked for after it was known that they died
+            missing = self._missing()
+        if not missing:
+            return self._publish()
+        if missing & lost:
+            return _verdict(f"{_ranks(missing & lost)} died before writing its part", because_of_death=True)
+        if time.monotonic() > deadline:
+            return _verdict(f"{_ranks(missing)} did not write within {self._timeout:g} s")
+        return None
+
+    def _missing(self) -> set[int]:
+        missing = set(range(self._roll.seat.world_size)) - self._posts.keys()
+        for rank in list(missing):
+            data = self._peers.peek(self._key(rank))
+            if data is not None:
+                self._posts[rank] = Post.from_bytes(data)
+                missing.discard(rank)
+        return missing
+
+    def _publish(self) -> bytes:
+        posts = [self._posts[rank] for rank in sorted(self._posts)]
+        files = tuple(file for post in posts for file in post.files)
+        try:
+            if self._roll.seat.rank > 0 and self._is_published(files):
+                return b""
+            written = write_file(str(self._staging / METADATA), memoryview(self._metadata(posts)))
+            files += (FileEntry(METADATA, written["size"], written["xxh3"]),)
+            manifest = replace(self._manifest, files=files, created=time.time())
+            write_file(str(self._staging / MANIFEST), memoryview(manifest.to_bytes()))
+            sync_directory(str(self._staging))
+            move_into_place(self._staging, self._target)
+        except OSError as error:
+            return _verdict(f"{tell_os_error(error)}, when rank {self._roll.seat.rank} committed it")
+        return b""
+
+    def _is_published(self, files: tuple[FileEntry, ...]) -> bool:
+        """Whether who decided before did so, and died before it could say so."""
+        try:
+            manifest = Manifest.from_bytes((self._target / MANIFEST).read_bytes())
+        except (OSError, ValueError):
+            return False
+        return set(files) <= set(manifest.files)
+
+    def _metadata(self, posts: list[Post]) -> bytes:
+        places: dict[MetadataIndex, tuple[str, int, int]] = {}
+        entries: list[Entry] = []
+        objects: list[str] = []
+        for post in posts:
+            data = self._peers.peek(post.table)
+            assert data is not None, "a rank posts its table before it posts what it wrote"
+            table = Table.from_bytes(data)
+            entries += table.entries
+            for entry, place in zip(table.entries, table.places, strict=True):
+                places[index_of(entry)] = (table.file_name, *place)
+            for name, begin, length in post.objects:
+                objects.append(name)
+                places[MetadataIndex(name)] = (table.file_name, begin, length)
+        return pickle.dumps(make_metadata(describe(entries, objects), places, self._mappings))
+
+
+def _verdict(reason: str, *, because_of_death: bool = False) -> bytes:
+    return json.dumps({"reason": reason, "because_of_death": because_of_death}).encode()
+
+
+def move_into_place(staging: Path, target: Path) -> None:
+    """Give a directory its name; what has that name until then is there until the new one is.
+
+    Raises:
+        OSError: If that fails; then nothing changed.
+
+    """
+    replaces = os.path.lexists(target)
+    if not replaces:
+        os.rename(staging, target)
+    elif not _exchange(staging, target):
+        discard(target)  # the file system can't exchange two names: for a moment there is none
+        os.rename(staging, target)
+        replaces = False
+    sync_directory(str(target.parent))
+    if replaces:
+        with suppress(OSError):  # the next start collects it
+            discard(staging)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def tell_os_error(error: BaseException) -> str:
+    """Return what failed, in lower case, for the middle of a sentence."""
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror[:1].lower() + error.strerror[1:]
+        return f"{text}: {error.filename}" if error.filename else text
+    return f"{type(error).__name__}: {error}"
+
+
+def _ranks(ranks: set[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+
+
+def _pauses() -> Iterator[None]:
+    """Come at once, then after longer and longer pauses."""
+    pause = _SHORTEST_PAUSE
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)

@@ -1,0 +1,119 @@
+"""The trainer's end of the writer process: starts it, gives it orders, starts another if it is gone."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_ft.checkpoint import writer_process
+from lightning_ft.checkpoint.image import Image
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the writer process did.
+
+    Args:
+        files: Of each file its ``path``, ``size``, ``xxh3``, and whether it went past the page cache (``direct``).
+        seconds: How long it took.
+
+    """
+
+    files: list[dict[str, Any]]
+    seconds: float
+
+
+class Writer:
+    """A process that writes images of files; started with the first order, and again if it died.
+
+    Every method may be called from any thread; orders are carried out one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: socket.socket | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process now rather than with the first order."""
+        with self._lock:
+            self._connect()
+
+    def write(self, directory: str, image: Image) -> Written:
+        """Write the files of ``image``; return once they and the directory are synced.
+
+        Raises:
+            OSError: If that failed; ``ConnectionError`` if the process died, or this is closed.
+
+        """
+        order = {"directory": directory, "memory": image.name, "size": image.size, "files": image.files}
+        with self._lock:
+            connection = self._connect()
+            try:
+                socket.send_fds(connection, [json.dumps(order).encode()], [image.descriptor])
+                answer = connection.recv(writer_process.MESSAGE_BYTES)
+            except OSError as error:
+                answer, reason = b"", str(error)
+            else:
+                reason = "it ended"
+            if not answer:
+                pid = self.pid
+                self._end()
+                raise ConnectionError(f"the writer process (pid {pid}) is gone: {reason}")
+        result = json.loads(answer)
+        if "error" in result:
+            raise OSError(*result["error"])
+        return Written(result["files"], result["seconds"])
+
+    def forget(self, image: Image) -> None:
+        """Have the process let go of the memory of an image that is not used any more."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._connection is not None:
+                self._connection.sendall(json.dumps({"forget": image.name}).encode())
+
+    def close(self) -> None:
+        """End the process; an order under way ends with an error. May be called twice."""
+        self._closed = True
+        connection = self._connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes up whoever waits for an answer, with the lock
+        with self._lock:
+            self._end()
+
+    def _connect(self) -> socket.socket:
+        if self._closed:
+            raise ConnectionError("the writer process was ended")
+        if self._connection is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                script = str(Path(writer_process.__file__))
+                command = [sys.executable, script, str(theirs.fileno()), str(os.getpid())]
+                self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._connection = ours
+        return self._connection
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if self._process is not None:
+            try:
+                self._process.wait(1.0)
+            except subprocess.TimeoutExpired:  # it is in a write that does not return
+                self._process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1.0)
+            self._process = None
