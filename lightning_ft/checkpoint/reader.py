@@ -5,7 +5,9 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
 
 from lightning_ft.checkpoint.layout import MANIFEST, META, METADATA, STAGING_PREFIX, TRASH_PREFIX
 from lightning_ft.checkpoint.verify import Share, Thoroughness, read_manifest, verify
@@ -45,6 +47,31 @@ class Alone:
 
     def first_problem(self, problem: str | None) -> str | None:
         return problem
+
+
+class DefaultGroup:
+    """The ranks of torch's default process group; a single process if there is none."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def broadcast(self, value: _T) -> _T:
+        return self._gather(value)[0]
+
+    def first_problem(self, problem: str | None) -> str | None:
+        return next((text for text in self._gather(problem) if text is not None), None)
+
+    def _gather(self, value: _T) -> list[_T]:
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
 
 @dataclass(frozen=True)

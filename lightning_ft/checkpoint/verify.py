@@ -82,6 +82,8 @@ def verify(path: str | os.PathLike[str], thoroughness: Thoroughness = "full", sh
     try:
         if not where.exists():
             raise MalformedStateError("it does not exist")
+        if share.index != 0 and (not where.is_dir() or not (where / MANIFEST).exists()):
+            return None  # one rank does it all
         if not where.is_dir():
             _check_file(where)
             return None

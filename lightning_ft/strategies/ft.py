@@ -24,6 +24,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.data.workers import shield_workers
 from lightning_ft.elastic.checks import check_type
 from lightning_ft.elastic.collectives import Collectives
@@ -49,6 +50,7 @@ from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.steps import TrainingSteps
 from lightning_ft.strategies.training_data import TrainingData
 from lightning_ft.supervision.other_launchers import other_launcher
+from lightning_ft.trainer.verified_resume import VerifiedResume
 
 _REDUCE_OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 
@@ -234,6 +236,7 @@ class FTStrategy(ParallelStrategy):
         if not isinstance(self.engine, SoloEngine):
             prepare_data_elastically(trainer, self.collectives, lambda: self.is_global_zero)
             self._live.data.watch_source()
+        VerifiedResume.of(trainer)
         if not self.engine.alone:
             self._live.agree_on_slots()
 
@@ -327,6 +330,8 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        if os.path.isdir(checkpoint_path):
+            return read_checkpoint(os.fspath(checkpoint_path), weights_only)
         if str(checkpoint_path) != joining.PEER_CHECKPOINT:
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self._live is not None

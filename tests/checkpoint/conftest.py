@@ -1,22 +1,17 @@
 """A checkpoint as the product lays it out, saved by one process with torch's own writer."""
 
-import os
-import time
-import warnings
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
-from lightning_ft.checkpoint.layout import MANIFEST, META, FileEntry, Manifest, rank_section_name, staging_name
-from lightning_ft.checkpoint.lightning_dict import split
-from lightning_ft.checkpoint.rank_section import section_bytes
-from lightning_ft.checkpoint.verify import checksum
+sys.path.insert(0, str(Path(__file__).parent.parent / "trainer" / "jobs"))  # where the jobs save as the tests here do
+
+from directories import save_directory
 
 
 @pytest.fixture
@@ -53,18 +48,8 @@ def save(checkpoint: dict[str, Any], tmp_path: Path) -> Callable[..., Path]:
     """Save ``checkpoint`` as ``tmp_path/<name>``."""
 
     def run(name: str = "step=2.ckpt", *, step: int = 2, run_id: str = "run", replaces: tuple[str, ...] = ()) -> Path:
-        tensors, meta = split({**checkpoint, "global_step": step}, NAMES)
-        staging = tmp_path / staging_name(name, "0")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.save(tensors, checkpoint_id=staging, no_dist=True)
-        torch.save(meta, staging / META)
-        section = {"rank": 0, "world_size": 1, "state": {"random": torch.get_rng_state(), "position": (1, b"x")}}
-        (staging / rank_section_name(0)).write_bytes(section_bytes(section))
-        files = tuple(FileEntry(path.name, path.stat().st_size, checksum(path)) for path in sorted(staging.iterdir()))
-        manifest = Manifest(step, 1, run_id, 1, 1, files, replaces=replaces)
-        (staging / MANIFEST).write_bytes(replace(manifest, created=time.time()).to_bytes())
-        os.rename(staging, tmp_path / name)
-        return tmp_path / name
+        path = tmp_path / name
+        save_directory(path, {**checkpoint, "global_step": step}, NAMES, run_id=run_id, replaces=replaces)
+        return path
 
     return run

@@ -1,0 +1,53 @@
+"""A ModelCheckpoint for which ``"last"`` is the newest intact checkpoint, and from which a fit may resume by itself."""
+
+import os
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from lightning_ft.checkpoint.reader import candidates
+from lightning_ft.trainer.verified_resume import VerifiedResume
+
+
+class ResumableCheckpoint(ModelCheckpoint):
+    """Finds checkpoints again, directories and single files, and has them verified before they are loaded.
+
+    Args:
+        resume: ``"auto"``: a fit without ``ckpt_path`` resumes from the newest intact checkpoint in ``dirpath``, if there is
+            one. Give ``dirpath`` then: by default each run has a directory of its own.
+        kwargs: Those of ``ModelCheckpoint``.
+
+    Raises:
+        ValueError: If ``resume`` is anything else.
+
+    """
+
+    def __init__(self, *args: Any, resume: Literal["auto"] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if resume not in (None, "auto"):
+            raise ValueError(f'`{type(self).__name__}(resume={resume!r})` is not valid: expected "auto" or None.')
+        self.resume = resume
+        self._asked_for_newest: str | None = None
+
+    def finish_saves(self) -> None:
+        """Return once every save that was begun is there, or has failed."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self.finish_saves()
+        newest, self._asked_for_newest = self._asked_for_newest, None
+        assert self.dirpath is not None
+        VerifiedResume.of(trainer).offer(self.dirpath, auto=self.resume == "auto", newest=newest)
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        """The newest one, which stands for itself and those before it until the ranks can look at them together."""
+        self.finish_saves()
+        dirpath = os.fspath(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
+        if "://" in dirpath:
+            return super()._find_last_checkpoints(trainer)
+        found = candidates(dirpath, self.FILE_EXTENSION)
+        self._asked_for_newest = found[0].path if found else None
+        return {found[0].path} if found else set()

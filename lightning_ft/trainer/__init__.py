@@ -1,0 +1,1 @@
+"""What reaches into Lightning's Trainer for strategies and callbacks alike."""

@@ -1,0 +1,128 @@
+"""Decides which checkpoint a Trainer call loads, together on all ranks, and has it verified before anything is loaded."""
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.migration import migrate_checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from lightning_ft.checkpoint.leftovers import collect, discard
+from lightning_ft.checkpoint.lightning_dict import read_checkpoint
+from lightning_ft.checkpoint.reader import DefaultGroup, check, newest_valid
+from lightning_ft.checkpoint.verify import read_manifest
+from lightning_ft.errors import DamagedCheckpointError
+
+
+class VerifiedResume:
+    """Stands before the Trainer's own loading of checkpoints.
+
+    What is asked for by its path is loaded or an error; where the newest one is asked for, the newest intact one is loaded.
+    Directories are read here for strategies that know only single files.
+
+    Args:
+        trainer: Whose loading.
+
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._connector = trainer._checkpoint_connector
+        self._resume_start = self._connector.resume_start
+        self._directories: dict[str, bool] = {}
+        self._newest: set[str] = set()
+
+    @classmethod
+    def of(cls, trainer: Trainer) -> "VerifiedResume":
+        """Return the one of this Trainer, which is put in its place with the first call."""
+        present = getattr(trainer._checkpoint_connector.resume_start, "__self__", None)
+        if isinstance(present, cls):
+            return present
+        resume = cls(trainer)
+        trainer._checkpoint_connector.resume_start = resume.resume_start  # type: ignore[method-assign]
+        return resume
+
+    def offer(self, dirpath: _PATH, *, auto: bool, newest: str | None) -> None:
+        """Say where the checkpoints of this Trainer are; to be called before each Trainer call loads one.
+
+        Args:
+            dirpath: Where they are.
+            auto: Whether a fit that is not told what to load resumes from the newest one in there.
+            newest: The path that was given to the Trainer in place of ``"last"``, if it was.
+
+        """
+        self._directories[os.fspath(dirpath)] = auto
+        if newest is not None:
+            self._newest.add(newest)
+
+    def resume_start(self, checkpoint_path: _PATH | None = None, weights_only: bool | None = None) -> None:
+        """Collective. Load what was asked for, in place of Lightning's method of this name."""
+        directories, self._directories = self._directories, {}
+        newest, self._newest = self._newest, set()
+        path = None if not checkpoint_path else os.fspath(checkpoint_path)
+        if path is not None and "://" in path:
+            self._resume_start(checkpoint_path, weights_only)  # from a live rank, or from a store
+            return
+        ranks = DefaultGroup()
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if fitting and ranks.rank == 0:
+            for directory in directories:
+                collect(directory)
+        if path is None:
+            path = self._choose(directories, ranks) if fitting and self._trainer.global_step == 0 else None
+        elif path in newest:
+            path = _newest_of(path, directories, ranks)
+        elif ranks.broadcast(os.path.exists(path)):  # otherwise Lightning says what it says
+            _check_asked(path, ranks)
+        if path is not None and fitting and ranks.rank == 0:
+            _finish_removals(Path(path), directories)
+        self._load(path, weights_only)
+
+    def _choose(self, directories: dict[str, bool], ranks: DefaultGroup) -> str | None:
+        searched = [directory for directory, auto in directories.items() if auto]
+        path = newest_valid(searched, ranks) if searched else None
+        if searched and path is None:
+            rank_zero_info(f"There is no checkpoint in {' or '.join(searched)}: training starts from the beginning.")
+        return path
+
+    def _load(self, path: str | None, weights_only: bool | None) -> None:
+        own = type(self._trainer.strategy).load_checkpoint is not Strategy.load_checkpoint
+        if path is None or own or not os.path.isdir(path):
+            self._resume_start(path, weights_only)
+            return
+        rank_zero_info(f"Restoring states from the checkpoint path at {path}")
+        self._connector._ckpt_path = path
+        self._connector._loaded_checkpoint, _ = migrate_checkpoint(read_checkpoint(path, weights_only))
+
+
+def _check_asked(path: str, ranks: DefaultGroup) -> None:
+    """Collective. Have nothing loaded from a checkpoint that is damaged, and say which one could be."""
+    try:
+        check(path, ranks)
+    except DamagedCheckpointError as error:
+        beside = newest_valid([os.path.dirname(os.path.abspath(path))], ranks)
+        raise DamagedCheckpointError(path, error.reason, beside) from None
+
+
+def _newest_of(path: str, directories: Iterable[str], ranks: DefaultGroup) -> str:
+    """Collective. Return the newest intact checkpoint; ``path`` is the newest one, intact or not."""
+    found = newest_valid({os.path.dirname(path), *directories}, ranks)
+    if found is None:
+        raise DamagedCheckpointError(path, "and so is every older one beside it, as the warnings above say")
+    return found
+
+
+def _finish_removals(path: Path, directories: Iterable[str]) -> None:
+    """Remove what an intact checkpoint replaced, if a kill came in between; nothing outside of this run's directories."""
+    if not path.is_dir() or path.parent not in [Path(directory) for directory in directories]:
+        return
+    with suppress(DamagedCheckpointError, OSError):  # one that Lightning wrote replaces nothing
+        manifest = read_manifest(path)
+        for name in manifest.replaces:
+            if name != path.name and os.path.lexists(path.with_name(name)):
+                discard(path.with_name(name))
