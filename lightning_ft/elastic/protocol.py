@@ -16,6 +16,7 @@ NUM_SLOTS = "LIGHTNING_FT_NUM_SLOTS"
 SUPERVISOR = "LIGHTNING_FT_SUPERVISOR"
 STORE = "LIGHTNING_FT_STORE"
 RUN_ID = "LIGHTNING_FT_RUN_ID"
+MEMORY = "LIGHTNING_FT_MEMORY"
 
 NO_SLOT = -1
 """What stands for the slot in the environment of a spare: it waits for one."""
@@ -38,6 +39,7 @@ class RankEnvironment:
         store_host: Host of the supervisor's TCPStore.
         store_port: Port of the supervisor's TCPStore.
         run_id: Name of this job, the same in all ranks and incarnations.
+        memory: Name of the supervisor's :class:`~lightning_ft.supervision.host_memory.HostMemory`.
 
     """
 
@@ -48,6 +50,7 @@ class RankEnvironment:
     store_host: str
     store_port: int
     run_id: str
+    memory: str = ""
 
     def to_environ(self) -> dict[str, str]:
         """Return the variables that say this."""
@@ -58,6 +61,7 @@ class RankEnvironment:
             SUPERVISOR: self.supervisor,
             STORE: f"{self.store_host}:{self.store_port}",
             RUN_ID: self.run_id,
+            MEMORY: self.memory,
         }
 
     @classmethod
@@ -83,6 +87,7 @@ class RankEnvironment:
             store_host=host,
             store_port=int(port),
             run_id=environ[RUN_ID],
+            memory=environ.get(MEMORY, ""),
         )
 
 

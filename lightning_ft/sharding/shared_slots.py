@@ -1,8 +1,4 @@
-"""Host memory that outlives the process that wrote it: one state in each slot, readable by every rank of the machine.
-
-The memory has no name in any file system. It belongs to the process that made it, the supervisor, and is gone with the
-last process that has it open: nothing is left behind, whatever is killed.
-"""
+"""One state in memory that outlives the process that wrote it, readable by every rank of the machine."""
 
 import mmap
 import os
@@ -17,8 +13,6 @@ from torch import Tensor
 
 from lightning_ft.elastic.state_codec import EncodedState, decode
 
-NUM_COPIES = 2  # while one is written, the other one is whole
-
 _MAGIC = b"LFTslot1"
 _CONTROL = struct.Struct(
     "=8s8q"
@@ -26,16 +20,6 @@ _CONTROL = struct.Struct(
 _SIZE = struct.Struct("=q")
 _BODY = 256  # where the header begins: behind the control block
 _ALIGNMENT = 64
-
-
-def create_memory(name: str) -> int:
-    """Make an empty memory and return its file descriptor, which is not inherited."""
-    return os.memfd_create(name)
-
-
-def memory_path(pid: int, descriptor: int) -> str:
-    """Return where other processes open the memory that process ``pid`` made."""
-    return f"/proc/{pid}/fd/{descriptor}"
 
 
 class Moment(NamedTuple):
@@ -71,7 +55,7 @@ class SharedSlot:
     """One memory, which holds one state; written by one process at a time.
 
     Args:
-        path: As from :func:`memory_path`, or of an ordinary file.
+        path: Where the memory is opened, as :class:`~lightning_ft.supervision.host_memory.HostMemory` says, or a file.
 
     """
 

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from lightning_ft.elastic.state_codec import encode
 from lightning_ft.sharding.shard_tree import take_apart
-from lightning_ft.sharding.shared_slots import NUM_COPIES, Label, Moment, SharedSlot
+from lightning_ft.sharding.shared_slots import Label, Moment, SharedSlot
 
 log = logging.getLogger(__name__)
+
+NUM_COPIES = 2
+"""Slots of a rank: while one is written, the other one is whole."""
 
 
 class Snapshots:

@@ -26,6 +26,7 @@ from lightning_ft.events.log import EventLog
 from lightning_ft.supervision import program
 from lightning_ft.supervision.actions import Action, Ask, Finish, Notice, Record, Send, Show, Signal, Spawn
 from lightning_ft.supervision.command import SUPERVISOR_MODULE
+from lightning_ft.supervision.host_memory import HostMemory
 from lightning_ft.supervision.membership import Membership
 from lightning_ft.supervision.memory import OutOfMemoryKills
 from lightning_ft.supervision.output import Output, Writer
@@ -82,6 +83,7 @@ class Supervisor:
         self._memory_kills = OutOfMemoryKills()
         self._events = EventLog(slot=None)
         self._run_id = secrets.token_hex(8)
+        self._memory = HostMemory(num_slots)
         self._store = _start_store()
         self._listener, self._address = listen()
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -110,6 +112,7 @@ class Supervisor:
             self._listener.close()
             self._writer.close()
             self._events.close()
+            self._memory.close()
         return self._exit_code
 
     def _wait(self) -> None:
@@ -163,6 +166,7 @@ class Supervisor:
             store_host=_STORE_HOST,
             store_port=self._store.port,
             run_id=self._run_id,
+            memory=self._memory.name,
         )
         inherits = slot == 0 and incarnation == 0 and sys.stdin is not None
         stdin = os.dup(0) if inherits else os.open(os.devnull, os.O_RDONLY)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft.sharding.shared_slots import Label, Moment, SharedSlot, create_memory, memory_path
+from lightning_ft.sharding.shared_slots import Label, Moment, SharedSlot
 from lightning_ft.sharding.snapshots import Snapshots, find_whole
+from lightning_ft.supervision.host_memory import HostMemory, paths_of
 from lightning_ft.testing.processes import fork_server
 
 JOB = Path(__file__).parent / "jobs" / "snapshotting.py"
@@ -22,12 +23,11 @@ JOB = Path(__file__).parent / "jobs" / "snapshotting.py"
 
 @contextmanager
 def memories(count: int) -> Iterator[list[str]]:
-    descriptors = [create_memory(f"test {number}") for number in range(count)]
+    memory = HostMemory(count // 2)
     try:
-        yield [memory_path(os.getpid(), descriptor) for descriptor in descriptors]
+        yield [path for paths in paths_of(memory.name) for path in paths]
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        memory.close()
 
 
 def take(snapshots: Snapshots, step: int, *, index: int = 0, count: int = 1, whole: bool = True, **kwargs: Any) -> None:
@@ -156,4 +156,4 @@ def test_memory_is_gone_with_the_process_that_made_it() -> None:
         take(Snapshots(paths), 1)
         named = {name for name in set(os.listdir("/dev/shm")) - before if "lightning_ft" in name}
         assert not named
-    assert not any(os.path.exists(path) and "memfd:test" in os.readlink(path) for path in paths)
+    assert not any(os.path.exists(path) and "memfd:lightning_ft" in os.readlink(path) for path in paths)
