@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn, get_args
 
+from lightning_ft.checkpoint import commands as checkpoint_commands
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.supervision.command import exec_supervisor
 from lightning_ft.supervision.other_launchers import other_launcher
@@ -19,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(prog="lightning-ft", description="Fault tolerance for PyTorch Lightning.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a training script with several ranks that may die"))
+    checkpoint_commands.add_to(commands.add_parser("ckpt", help="list, verify, export or remove checkpoints"))
     words, program = _split_program(words) if words[:1] == ["run"] else (words, [])
     arguments = parser.parse_args(words, argparse.Namespace(program=program))
     arguments.run(arguments)

@@ -52,11 +52,17 @@ def join(tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the checkpoint that :func:`split` took apart, with optimizers' states keyed as torch keys them."""
     extra = tensors.get(EXTRA, {})
     checkpoint = {key: _put_tensors(value, extra) for key, value in meta.items()}
-    checkpoint[STATE_DICT] = tensors.get(STATE_DICT, tensors.get(_FSDP_STATE_DICT, {}))
+    checkpoint[STATE_DICT] = state_dict_of(tensors)
     optimizers = sorted(int(key.removeprefix(_OPTIMIZER)) for key in tensors if key.startswith(_OPTIMIZER))
     if optimizers or "lr_schedulers" in meta:  # a checkpoint of weights only has neither
         checkpoint[OPTIMIZER_STATES] = [_by_number(tensors[f"{_OPTIMIZER}{index}"]) for index in optimizers]
     return checkpoint
+
+
+def state_dict_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the module's state among the top-level entries of a checkpoint."""
+    state: dict[str, Any] = tensors.get(STATE_DICT, tensors.get(_FSDP_STATE_DICT, {}))
+    return state
 
 
 def read_checkpoint(directory: str | Path, weights_only: bool | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
 from directories import Directories
 
+from lightning_ft.checkpoint.export import export_checkpoint
 from lightning_ft.errors import DamagedCheckpointError
 
 pytestmark = [
@@ -221,3 +222,16 @@ def test_objects_in_hyper_parameters_need_the_users_consent_and_get_it(tmp_path:
 def test_resume_takes_auto_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`Directories\\(resume='last'\\)` is not valid"):
         Directories(resume="last")  # type: ignore[arg-type]
+
+
+def test_an_exported_file_loads_without_anything_of_ours(tmp_path: Path, uninterrupted: Model) -> None:
+    fit(tmp_path, 2)
+    export_checkpoint(tmp_path / "checkpoints" / "epoch=1.ckpt", tmp_path / "out.ckpt")
+    seed_everything(3, verbose=False)
+    model = Model()
+    trainer = make_trainer(tmp_path, 4)
+    trainer.fit(model, loader(), loader(), ckpt_path=tmp_path / "out.ckpt")
+    assert_equal(model, uninterrupted)
+    loaded = Model.load_from_checkpoint(tmp_path / "out.ckpt")
+    assert not torch.equal(loaded.net[0].weight, model.net[0].weight)
+    assert torch.equal(loaded.net[0].weight, torch.load(tmp_path / "out.ckpt")["state_dict"]["net.0.weight"])
