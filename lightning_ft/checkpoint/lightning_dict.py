@@ -40,7 +40,7 @@ def split(checkpoint: Mapping[str, Any], names: Sequence[Sequence[str] | None]) 
     tensors: dict[str, Any] = {STATE_DICT: dict(checkpoint[STATE_DICT])}
     for index, state in enumerate(checkpoint.get(OPTIMIZER_STATES, ())):
         named = names[index] if index < len(names) else None
-        tensors[f"{_OPTIMIZER}{index}"] = state if named is None else _by_name(state, named)
+        tensors[optimizer_key(index)] = state if named is None else _by_name(state, named)
     extra: dict[str, Tensor] = {}
     meta = {key: _take_tensors(value, extra) for key, value in rest.items()}
     if extra:
@@ -55,8 +55,13 @@ def join(tensors: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
     checkpoint[STATE_DICT] = state_dict_of(tensors)
     optimizers = sorted(int(key.removeprefix(_OPTIMIZER)) for key in tensors if key.startswith(_OPTIMIZER))
     if optimizers or "lr_schedulers" in meta:  # a checkpoint of weights only has neither
-        checkpoint[OPTIMIZER_STATES] = [_by_number(tensors[f"{_OPTIMIZER}{index}"]) for index in optimizers]
+        checkpoint[OPTIMIZER_STATES] = [_by_number(tensors[optimizer_key(index)]) for index in optimizers]
     return checkpoint
+
+
+def optimizer_key(index: int) -> str:
+    """Return the top-level entry of an optimizer's state."""
+    return f"{_OPTIMIZER}{index}"
 
 
 def state_dict_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
