@@ -115,6 +115,7 @@ def _by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {str(name): number for number, name in enumerate(name for group in groups for name in group["params"])}
     numbered = [{**group, "params": [numbers[str(name)] for name in group["params"]]} for group in groups]
     values = {numbers[name]: value for name, value in state.get("state", {}).items()}
+    values = {number: values[number] for number in sorted(values)}
     return {**state, "state": values, "param_groups": numbered}
 
 
