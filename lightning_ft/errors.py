@@ -66,6 +66,22 @@ class CollectiveTimeoutError(FaultToleranceError, TimeoutError):
         return f"`{self.operation}` waited {self.timeout:g} s for {missing} and gave up."
 
 
+class GroupBrokenError(FaultToleranceError, RuntimeError):
+    """Ranks can no longer reach each other in the generation that they are in; what they were in is tried in the next.
+
+    Args:
+        reason: How it was noticed.
+
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class ExcludedError(FaultToleranceError, RuntimeError):
     """This rank was taken out of the run; the others go on without it.
 

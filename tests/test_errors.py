@@ -10,6 +10,7 @@ SAMPLES = [
     (errors.CollectiveTimeoutError("barrier", 2.5, [3]), TimeoutError, "waited 2.5 s for rank 3"),
     (errors.CollectiveTimeoutError("barrier", 2.5), TimeoutError, "for the other ranks"),
     (errors.ExcludedError(2, "it computes wrong results"), RuntimeError, "Slot 2 was excluded"),
+    (errors.GroupBrokenError("connection closed by peer"), RuntimeError, "connection closed by peer"),
     (errors.NotEnoughReplicasError(1, 2, 30.0, "ckpt/step=100"), RuntimeError, "Still intact: ckpt/step=100."),
     (errors.NotEnoughReplicasError(1, 2), RuntimeError, "no checkpoint yet"),
     (errors.ReconfigurationError(7, 3, "no route to rank 1"), RuntimeError, "Generation 7 could not be set up (3"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_ft.elastic.groups import Group, Work
-from lightning_ft.errors import CollectiveMismatchError
+from lightning_ft.errors import CollectiveMismatchError, GroupBrokenError
 
 INLINE_BYTES = 96
 INTERRUPT = "interrupt"
@@ -132,7 +132,7 @@ class PendingExchange:
         if group is not None:
             try:
                 self._work = group.allgather([self._headers], [header])
-            except RuntimeError as error:  # the group broke before this operation: reported where it is waited for
+            except GroupBrokenError as error:  # the group broke before this operation: reported where it is waited for
                 self._error = str(error)
 
     @property
@@ -145,12 +145,12 @@ class PendingExchange:
 
         Raises:
             CollectiveMismatchError: If that is not the same operation.
-            RuntimeError: If the group broke.
+            GroupBrokenError: If the group broke.
 
         """
         if self._done is None:
             if self._error is not None:
-                raise RuntimeError(self._error)
+                raise GroupBrokenError(self._error)
             if self._work is not None:
                 self._work.wait()
             inline = check_headers([header.numpy().tobytes() for header in self._headers])

@@ -5,7 +5,9 @@ gloo is the one that exists. NCCL fits in as another :class:`Groups`: its ``inte
 
 import ctypes
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 from lightning_ft.elastic import sockets
 from lightning_ft.elastic._torch_compat import connect_store, create_gloo_group
 from lightning_ft.elastic.vigil import SLICE, Vigil
+from lightning_ft.errors import GroupBrokenError
 
 _SLICE = timedelta(seconds=SLICE)
 _CONNECT_TIMEOUT = timedelta(seconds=20)
@@ -26,7 +29,7 @@ class Work(Protocol):
     """An operation of a group that is under way."""
 
     def wait(self) -> Any:
-        """Return once it is over; raise RuntimeError if it failed."""
+        """Return once it is over; raise GroupBrokenError if it failed."""
 
     def is_completed(self) -> bool:
         """Whether it is over."""
@@ -93,7 +96,8 @@ class GlooGroups:
         threading.Thread(target=connect, name=f"lightning-ft-connect-{generation}", daemon=True).start()
         while not wait([connected], timeout=SLICE).done:
             vigil.still_waiting("connections")
-        group = connected.result()
+        with _failures_said():
+            group = connected.result()
         vigil.arrived()
         return GlooGroup(group, vigil)
 
@@ -130,15 +134,15 @@ class GlooGroup:
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Reduce in place."""
-        return self._begin(self._group.allreduce(tensors, self._bounded(opts or dist.AllreduceOptions())))
+        return self._begin(self._group.allreduce, tensors, self._bounded(opts or dist.AllreduceOptions()))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
         """Gather into ``outputs``."""
-        return self._begin(self._group.allgather(outputs, inputs, self._bounded(c10d.AllgatherOptions())))
+        return self._begin(self._group.allgather, outputs, inputs, self._bounded(c10d.AllgatherOptions()))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Broadcast in place."""
-        return self._begin(self._group.broadcast(tensors, self._bounded(opts or dist.BroadcastOptions())))
+        return self._begin(self._group.broadcast, tensors, self._bounded(opts or dist.BroadcastOptions()))
 
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
@@ -152,7 +156,9 @@ class GlooGroup:
         opts.timeout = self._timeout
         return opts
 
-    def _begin(self, work: dist.Work) -> "_SlicedWork":
+    def _begin(self, operation: Callable[..., dist.Work], *args: Any) -> "_SlicedWork":
+        with _failures_said():
+            work = operation(*args)
         self._works = [work for work in self._works if not work.is_completed()]
         self._works.append(work)
         return _SlicedWork(work, self._vigil)
@@ -175,7 +181,17 @@ class _SlicedWork:
                 break
             except RuntimeError:
                 if self._work.is_completed():
-                    self._work.wait(_SLICE)  # raises if it failed; it may have succeeded just after the slice ended
+                    with _failures_said():
+                        self._work.wait(_SLICE)  # raises if it failed; it may have succeeded just after the slice ended
                     break
             self._vigil.still_waiting("its peers in an operation")
         self._vigil.arrived()
+
+
+@contextmanager
+def _failures_said() -> Iterator[None]:
+    """Tell what fails in a group from what fails around it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupBrokenError(str(error)) from error

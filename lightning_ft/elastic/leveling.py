@@ -96,7 +96,7 @@ class Leveling:
             provide_state: Returns the state for joiners; needed at a step boundary.
 
         Raises:
-            RuntimeError: If a member died meanwhile.
+            GroupBrokenError: If a member died meanwhile.
             ReconfigurationError: If it can't be done.
             StateUnavailableError: If this rank joins, and there is no state for it.
 

@@ -30,10 +30,9 @@ from lightning_ft.elastic.protocol import NO_SLOT, Generation, RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.elastic.vigil import Vigil
 from lightning_ft.errors import (
-    CollectiveMismatchError,
     ExcludedError,
+    GroupBrokenError,
     ReconfigurationError,
-    StateUnavailableError,
     SupervisorLostError,
 )
 from lightning_ft.events.log import EventLog
@@ -185,17 +184,17 @@ class LocalEngine:
     ) -> Result:
         if self.alone:
             return body((opened or self.open(label, size=size, inline=inline)).wait())
+        reason = ""
         while True:
-            reason = ""
             try:
                 result = body((opened or self.open(label, size=size, inline=inline)).wait())
                 break
-            except CollectiveMismatchError:
-                raise
             except Interrupted:
                 self._complete(_INTERRUPTED)
                 raise
-            except RuntimeError as error:
+            except GroupBrokenError as error:
+                if error.__cause__ is not None and str(error) == reason:
+                    raise error.__cause__ from None  # not the connections' fault: their errors tell other addresses
                 reason = str(error)
             opened = None
             replay = self._recover(label, reason)
@@ -336,9 +335,7 @@ class LocalEngine:
                 with self.activity.during("hand-over") if joining or at_top else nullcontext():
                     outcome = leveling.run(Standing(self._sequence, joining, at_top), self._last, provide_state)
                 break
-            except (ReconfigurationError, StateUnavailableError):
-                raise
-            except RuntimeError as error:
+            except GroupBrokenError as error:
                 self.events.emit("generation_failed", generation=number, error=str(error)[:200])
                 self._break_off()
                 self._link.send({"type": "failed", "generation": number, "reason": f"reconfiguration: {error}"[:300]})

@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_ft.elastic.sockets import generation_address
 from lightning_ft.elastic.state_codec import EncodedState, allocate, decode
 from lightning_ft.elastic.vigil import SLICE, Vigil
+from lightning_ft.errors import GroupBrokenError
 
 _LENGTH = struct.Struct("=q")
 _TOKEN_BYTES = 7  # fits into the int64 in which ranks tell each other
@@ -45,7 +46,7 @@ class StateServer:
         """Send ``state`` to the next ``count`` ranks that ask for it.
 
         Raises:
-            RuntimeError: If the generation is over, or they do not come.
+            GroupBrokenError: If the generation is over, or they do not come.
 
         """
         while count:
@@ -68,14 +69,14 @@ class StateServer:
                 _send(peer, _memory(storage), self._vigil)
             return bool(_receive(peer, bytearray(1), self._vigil))  # only now is everything there
         except OSError as error:
-            raise RuntimeError(f"A rank went away while it received the state: {error}") from error
+            raise GroupBrokenError(f"A rank went away while it received the state: {error}") from error
 
 
 def receive_state(vigil: Vigil, port: int, token: int) -> Any:
     """Return the state that the rank with that server sends.
 
     Raises:
-        RuntimeError: If it goes away meanwhile.
+        GroupBrokenError: If it goes away meanwhile.
 
     """
     try:
@@ -89,7 +90,7 @@ def receive_state(vigil: Vigil, port: int, token: int) -> Any:
                 _receive(source, _memory(storage), vigil)
             _send(source, b"!", vigil)
     except OSError as error:
-        raise RuntimeError(f"The rank that sends the state went away: {error}") from error
+        raise GroupBrokenError(f"The rank that sends the state went away: {error}") from error
     return decode(header, storages)
 
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from lightning_ft.elastic.protocol import FromRank
+from lightning_ft.errors import GroupBrokenError
 
 SLICE = 0.05  # seconds; waits are cut into slices of this length
 
@@ -37,16 +38,16 @@ class Vigil:
         """Another slice of waiting for ``what`` is over.
 
         Raises:
-            RuntimeError: If there is no point in waiting on.
+            GroupBrokenError: If there is no point in waiting on.
 
         """
         if self._superseded():
-            raise RuntimeError(f"A newer generation came while this rank waited for {what}.")
+            raise GroupBrokenError(f"A newer generation came while this rank waited for {what}.")
         now = time.monotonic()
         self._since = now - SLICE if self._since is None else self._since
         waited = now - self._since
         if waited >= self.timeout:
-            raise RuntimeError(f"This rank waited {waited:.0f} s for {what} and gave up.")
+            raise GroupBrokenError(f"This rank waited {waited:.0f} s for {what} and gave up.")
         if not self._told and waited >= self._after:
             self._told = True
             self._tell({"type": "waiting", "generation": self.generation, "seconds": waited})

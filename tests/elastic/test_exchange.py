@@ -3,7 +3,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 
 from lightning_ft.elastic.exchange import INLINE_BYTES, PendingExchange, check_headers, pack_header
-from lightning_ft.errors import CollectiveMismatchError
+from lightning_ft.errors import CollectiveMismatchError, GroupBrokenError
 
 
 def header(sequence: int = 3, size: int = 16, label: str = "mean", inline: bytes = b"") -> bytes:
@@ -54,12 +54,12 @@ def test_a_process_alone_exchanges_with_itself() -> None:
 
 class BrokenGroup(ProcessGroupGloo):
     def allgather(self, *args: object) -> None:  # type: ignore[override]
-        raise RuntimeError("the peer is gone")
+        raise GroupBrokenError("the peer is gone")
 
 
 def test_a_group_that_broke_before_is_reported_where_it_is_waited_for() -> None:
     pending = PendingExchange(BrokenGroup(HashStore(), 0, 1), 0, 1, pack_header(0, 0, "mean", b""))
     assert pending.ready
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="the peer is gone"):
+        with pytest.raises(GroupBrokenError, match="the peer is gone"):
             pending.wait()

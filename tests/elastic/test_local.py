@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.local import LocalEngine
-from lightning_ft.errors import CollectiveMismatchError
+from lightning_ft.errors import CollectiveMismatchError, GroupBrokenError
 from lightning_ft.events.log import read_events
 from lightning_ft.testing import run_ranks
 
@@ -28,7 +28,7 @@ class FailsOnce:
 
     def wait(self) -> None:
         self._work.wait()
-        raise RuntimeError("injected after completion")
+        raise GroupBrokenError("injected after completion")
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())
@@ -129,6 +129,28 @@ def test_ranks_in_different_operations_all_get_an_error_that_names_both() -> Non
     for (message,) in run_ranks(disagree, 3):
         assert "ranks 0, 2 entered mean (operation 1" in message
         assert "rank 1 entered barrier:one (operation 1" in message
+
+
+def raise_inside(engine: LocalEngine) -> list[Any]:
+    collectives = Collectives(engine)
+    told: list[Any] = []
+    attempts = [
+        lambda: engine.run("own", lambda exchange: torch.ones(2).view(3)),
+        lambda: collectives.all_reduce([torch.ones(2, dtype=torch.int16)]),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except RuntimeError as error:
+            told.append([type(error).__name__, str(error).partition("\n")[0], engine.generation])
+    return [*told, collectives.count(True)]
+
+
+def test_what_an_operation_itself_raises_is_no_death_and_is_raised_where_it_was() -> None:
+    for own, of_gloo, agreed in run_ranks(raise_inside, 3):
+        assert own == ["RuntimeError", "shape '[3]' is invalid for input of size 2", 1]
+        assert of_gloo == ["RuntimeError", "Invalid scalar type", 2], "tried once more: connections fail with its type, too"
+        assert agreed == [3, 3]
 
 
 def die_while_connecting(engine: LocalEngine) -> Any:

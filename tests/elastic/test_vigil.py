@@ -9,6 +9,7 @@ import pytest
 from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.groups import _SlicedWork
 from lightning_ft.elastic.vigil import Vigil
+from lightning_ft.errors import GroupBrokenError
 
 
 class Work:
@@ -33,7 +34,7 @@ def test_an_operation_that_completes_as_its_slice_ends_has_not_failed() -> None:
     told: list[Any] = []
     vigil = Vigil(1, lambda: False, told.append, 1.0, 60.0)
     _SlicedWork(Work(), vigil).wait()  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="connection closed"):
+    with pytest.raises(GroupBrokenError, match="connection closed"):
         _SlicedWork(Work("connection closed"), vigil).wait()  # type: ignore[arg-type]
     assert told == []
 
@@ -50,10 +51,10 @@ def test_the_supervisor_is_told_once_of_a_long_wait_and_once_of_its_end() -> Non
 
 def test_a_wait_ends_with_its_generation_and_far_later_by_itself() -> None:
     superseded = Vigil(7, lambda: True, lambda message: None, 60.0, 60.0)
-    with pytest.raises(RuntimeError, match="A newer generation came while this rank waited for others"):
+    with pytest.raises(GroupBrokenError, match="A newer generation came while this rank waited for others"):
         superseded.still_waiting("others")
     endless = Vigil(7, lambda: False, lambda message: None, 60.0, 0.01)
-    with pytest.raises(RuntimeError, match="waited 0 s for others and gave up"):
+    with pytest.raises(GroupBrokenError, match="waited 0 s for others and gave up"):
         endless.still_waiting("others")
 
 
