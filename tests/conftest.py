@@ -98,7 +98,7 @@ def _results(directory: Path) -> dict[int, dict[str, Any]]:
 def train(tmp_path: Path) -> Callable[..., Training]:
     """Run ``jobs/train.py`` under FTStrategy, in a directory of its own."""
 
-    def run(plan: FaultPlan | None = None, *, name: str = "ft", timeout: float = 60.0, **options: Any) -> Training:
+    def run(plan: FaultPlan | None = None, *, name: str = "ft", timeout: float = 180.0, **options: Any) -> Training:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         options = {"strategy": "FTStrategy", "devices": 3, **options}
@@ -119,7 +119,7 @@ def train(tmp_path: Path) -> Callable[..., Training]:
 def train_on_streams(tmp_path: Path) -> Callable[..., Training]:
     """Run ``jobs/streams.py``, under FTStrategy or another strategy, in a directory of its own."""
 
-    def run(plan: FaultPlan | None = None, *, name: str = "", timeout: float = 120.0, **options: Any) -> Training:
+    def run(plan: FaultPlan | None = None, *, name: str = "", timeout: float = 180.0, **options: Any) -> Training:
         options = {"strategy": "FTStrategy", "devices": 3, **options}
         directory = tmp_path / (name or options["strategy"])
         directory.mkdir()
@@ -138,7 +138,7 @@ def train_on_streams(tmp_path: Path) -> Callable[..., Training]:
 def train_with_ddp(tmp_path: Path) -> Callable[..., Training]:
     """Run ``jobs/train.py`` under Lightning's own ``ddp``, in a directory of its own."""
 
-    def run(*, name: str = "ddp", timeout: float = 60.0, **options: Any) -> Training:
+    def run(*, name: str = "ddp", timeout: float = 180.0, **options: Any) -> Training:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
         options = {"strategy": "ddp", "devices": 2, **options}

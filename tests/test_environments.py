@@ -21,8 +21,6 @@ from lightning_ft.strategies.takeover import check_takeover, hydra_overrides
 from lightning_ft.supervision.other_launchers import other_launcher
 from lightning_ft.testing.processes import fork_server
 
-pytestmark = pytest.mark.timeout(240)
-
 ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "strategies" / "jobs"
 ONE_SLURM_TASK = {

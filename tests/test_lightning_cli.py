@@ -21,7 +21,7 @@ def test_command_line_trains_from_yaml_and_survives_a_kill(tmp_path):
     config["data"]["num_chunks"] = 480
     (tmp_path / "cli.yaml").write_text(yaml.safe_dump(config))
     arguments = ["fit", "--config", "cli.yaml"]
-    result = run_job(EXAMPLES / "cli.py", arguments, num_slots=3, directory=tmp_path, timeout=90).check()
+    result = run_job(EXAMPLES / "cli.py", arguments, num_slots=3, directory=tmp_path).check()
     assert_recovered(result.events)
     assert_every_ticket_once(result.events)
     assert [path.name for path in (tmp_path / "outputs" / "cli").iterdir()] == ["version_0"]
@@ -36,5 +36,5 @@ def test_strategy_is_known_by_its_name_and_by_its_path(tmp_path):
             "--data.num_chunks=60",
             "--trainer.logger=false",
         ]
-        result = run_job(EXAMPLES / "cli.py", arguments, num_slots=2, directory=tmp_path, timeout=90).check()
+        result = run_job(EXAMPLES / "cli.py", arguments, num_slots=2, directory=tmp_path).check()
         assert {event["step"] for event in result.events if event["event"] == "step"} == {1, 2, 3}

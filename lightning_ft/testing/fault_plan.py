@@ -44,7 +44,7 @@ class FaultPlan(Callback):
         faults: Sequence[Fault | Mapping[str, Any]] = (),
         *,
         directory: str | None = None,
-        timeout: float = 30.0,
+        timeout: float = 120.0,
     ) -> None:
         self.faults = tuple(fault if isinstance(fault, Fault) else Fault(**fault) for fault in faults)
         check_seconds("FaultPlan", "timeout", timeout)

@@ -67,7 +67,7 @@ def run_job(
     env: Mapping[str, str] | None = None,
     faults: FaultPlan | None = None,
     directory: str | os.PathLike[str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
 ) -> JobResult:
     """Run ``script`` with several ranks, as ``lightning-ft run`` does.
 
@@ -109,7 +109,7 @@ def run_without_supervisor(
     num_ranks: int,
     env: Mapping[str, str] | None = None,
     directory: str | os.PathLike[str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
 ) -> JobResult:
     """Run ``script`` in ``num_ranks`` processes, as ``torchrun`` does: for comparisons with Lightning's own strategies.
 
@@ -150,7 +150,7 @@ def run_ranks(
     args: Sequence[Any] = (),
     max_restarts: int = 0,
     directory: str | os.PathLike[str] | None = None,
-    timeout: float = 60.0,
+    timeout: float = 180.0,
 ) -> list[Any]:
     """Call ``target(engine, *args)`` in several ranks, each with a started engine.
 
@@ -200,11 +200,12 @@ def _run_processes(
     commands: Sequence[Sequence[str]], variables: Sequence[Mapping[str, str]], place: Path, timeout: float
 ) -> list[tuple[int, str, str]]:
     """Run commands side by side; return how each ended and what it wrote."""
+    server = fork_server()  # whose own start is not counted
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as temporary:
         outputs = [(Path(temporary, f"{n}.out"), Path(temporary, f"{n}.err")) for n in range(len(commands))]
         processes = [
-            fork_server().start(command, {**_environ(), **more}, place, *paths)
+            server.start(command, {**_environ(), **more}, place, *paths)
             for command, more, paths in zip(commands, variables, outputs, strict=True)
         ]
         codes = _wait(processes, deadline)

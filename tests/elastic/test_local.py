@@ -6,13 +6,16 @@ import itertools
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_ft.elastic import groups
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.errors import CollectiveMismatchError, GroupBrokenError
@@ -103,7 +106,7 @@ def as_json(result: Any) -> Any:
 def test_an_operation_that_failed_after_it_completed_elsewhere_yields_the_same_result_everywhere(
     tmp_path: Path,
 ) -> None:
-    results = run_ranks(run_random_operations, 3, args=[60, 0.03], directory=tmp_path, timeout=50)
+    results = run_ranks(run_random_operations, 3, args=[60, 0.03], directory=tmp_path)
     assert results[0] == results[1] == results[2]
     assert results[0] == run_ranks(run_random_operations, 3, args=[60, 0.0])[0]
     (run,) = tmp_path.glob("ranks_*/events")
@@ -154,6 +157,7 @@ def test_what_an_operation_itself_raises_is_no_death_and_is_raised_where_it_was(
 
 
 def die_while_connecting(engine: LocalEngine) -> Any:
+    groups._CONNECT_TIMEOUT = timedelta(seconds=1000)  # gloo alone would wait for so long
     collectives = Collectives(engine)
     create = engine._groups.create
 
@@ -171,7 +175,7 @@ def die_while_connecting(engine: LocalEngine) -> Any:
 
 
 def test_a_death_between_go_and_connect_does_not_block_the_others() -> None:
-    results = run_ranks(die_while_connecting, 4, timeout=30)
+    results = run_ranks(die_while_connecting, 4)
     assert results == [[2.0], None, None, [2.0]]
 
 
@@ -196,16 +200,13 @@ def join_and_count(engine: LocalEngine) -> Any:
 
 
 def test_a_rank_that_comes_back_receives_the_state_and_is_the_last_one() -> None:
-    results = run_ranks(join_and_count, 3, max_restarts=1, timeout=40)
+    results = run_ranks(join_and_count, 3, max_restarts=1)
     assert results == [{"members": [1, 2, 0], "weights": [7.0] * 3, "total": [3.0]}] * 3
 
 
 def die_before_connecting_back(engine: LocalEngine) -> Any:
     """The last rank tells the others its address and dies before it connects: they wait for it inside gloo."""
-    import threading
-
-    from lightning_ft.elastic import groups
-
+    groups._CONNECT_TIMEOUT = timedelta(seconds=1000)
     if engine.slot == 2:
         create = groups.create_gloo_group
 
@@ -229,7 +230,7 @@ def die_before_connecting_back(engine: LocalEngine) -> Any:
 
 
 def test_a_death_inside_the_connection_of_a_generation_does_not_block_the_others() -> None:
-    assert run_ranks(die_before_connecting_back, 4, max_restarts=0, timeout=15)[0] == [2.0]
+    assert run_ranks(die_before_connecting_back, 4)[0] == [2.0]
 
 
 def gather_states(engine: LocalEngine) -> Any:

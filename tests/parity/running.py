@@ -54,7 +54,7 @@ class Batches:
         directory.mkdir()
         error = ""
         try:
-            job = start(names, strategy, directory, timeout=30.0 + 10.0 * len(names))
+            job = start(names, strategy, directory, timeout=60.0 + 20.0 * len(names))
             if job.returncode != 0:
                 error = f"The job ended with code {job.returncode}.\n{job.tail()}"
         except TimeoutError as timeout:
@@ -77,7 +77,7 @@ def start(names: list[str], strategy: str, directory: Path, timeout: float) -> J
 def start_with_a_death(row: Row, plan: FaultPlan, directory: Path) -> JobResult:
     ft = {"min_replicas": row.kill_devices} if row.joins else {}
     request = _request([row.name], "ft", row.kill_devices, ft)
-    return run_job(JOB, [request], num_slots=row.kill_devices, faults=plan, directory=directory, timeout=90.0)
+    return run_job(JOB, [request], num_slots=row.kill_devices, faults=plan, directory=directory)
 
 
 def _request(names: list[str], strategy: str, devices: int, ft: dict[str, Any] | None = None) -> str:

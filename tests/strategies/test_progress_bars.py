@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent / "jobs" / "barred.py"
 @pytest.mark.parametrize("victim", [0, 1])
 def test_bar_shows_how_many_replicas_are_alive_and_moves_to_the_next_leader(bar, victim, tmp_path):
     plan = FaultPlan([Fault(kind="kill", slot=victim, point="gradients_ready", step=4)])
-    result = run_job(SCRIPT, [bar], num_slots=3, faults=plan, directory=tmp_path, timeout=60).check()
+    result = run_job(SCRIPT, [bar], num_slots=3, faults=plan, directory=tmp_path).check()
     assert_used_up(plan, result.events)
     lines = result.stdout.replace("\r", "\n").splitlines()
     equals = {"tqdm": "=", "rich": ": "}[bar]

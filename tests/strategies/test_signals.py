@@ -36,7 +36,6 @@ def run(tmp_path: Path) -> Callable[..., JobResult]:
             faults=faults,
             env=env,
             directory=place,
-            timeout=90,
         )
 
     return run

@@ -7,7 +7,7 @@ from lightning_ft.testing import run_job
 
 
 def test_ranks_that_die_in_a_search_come_back_and_take_over_what_was_found(tmp_path: Path) -> None:
-    job = run_job(Path(__file__).parent / "jobs" / "tuning.py", [], num_slots=3, directory=tmp_path, timeout=120)
+    job = run_job(Path(__file__).parent / "jobs" / "tuning.py", [], num_slots=3, directory=tmp_path)
     assert job.returncode == 0, job.tail()
     assert {path.name for path in tmp_path.iterdir()} >= {"tuner", "callback"}
     assert "CollectiveMismatchError" not in job.stderr

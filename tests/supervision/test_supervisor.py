@@ -19,7 +19,7 @@ from lightning_ft.supervision.zygote import Zygote
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-DEADLINE = 60.0
+DEADLINE = 180.0
 HEADER = """
 import os, signal, subprocess, sys, time
 forked = "torch" in sys.modules
