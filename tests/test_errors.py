@@ -24,6 +24,8 @@ SAMPLES = [
         "joins: KeyError: 'x'\nTraceback",
     ),
     (errors.MalformedStateError("it ends early"), ValueError, "it ends early"),
+    (errors.CheckpointNotCommittedError(200, "no space left"), RuntimeError, "step 200 was not committed: no space left."),
+    (errors.DamagedCheckpointError("ckpt/a", "no manifest", "ckpt/b"), RuntimeError, "Still intact: ckpt/b."),
 ]
 
 
