@@ -210,15 +210,14 @@ class LiveTraining:
     def _admit(self) -> None:
         self._pause_agreed = False
         started = time.monotonic()
-        while True:
-            joined = self._engine.admit_joiners(self._hand_out)
-            self._divide_among((*self._slots, *joined))
-            if isinstance(self.loader, ElasticLoader) and joined:
-                self.loader.admit(joined)
-                set_length(self.trainer, self.loader)
-            self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
-            if not self._engine.hold:
-                return
+        # Once, even if too few are left: ranks that learn of a death sooner than others would wait here alone. The next
+        # reduction tells all of them alike.
+        joined = self._engine.admit_joiners(self._hand_out)
+        self._divide_among((*self._slots, *joined))
+        if isinstance(self.loader, ElasticLoader) and joined:
+            self.loader.admit(joined)
+            set_length(self.trainer, self.loader)
+        self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
 
     def _hand_out(self, joined: Sequence[int]) -> dict[str, Any]:
         assert self.loader is not None
@@ -270,7 +269,6 @@ class LiveTraining:
         if self.loader is not None:
             set_length(self.trainer, self.loader)
         self._events.emit("joined", step=self.trainer.global_step, epoch=self.trainer.current_epoch)
-        self._pause_agreed = self._engine.hold  # nobody goes on before enough are back
 
     # Changes.
 

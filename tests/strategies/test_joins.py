@@ -39,6 +39,13 @@ def test_a_joiner_may_die_on_its_way(point: str, train: Callable[..., Any]) -> N
     assert training.results[1]["incarnation"] == 2
 
 
+def test_a_joiner_that_dies_as_only_some_know_that_it_is_in_does_not_part_them(train: Callable[..., Any]) -> None:
+    plan = FaultPlan([first_death(), Fault(kind="kill", slot=1, point="generation", incarnation=1)])
+    training = train(plan, ft={"min_replicas": 3}, callbacks=["LosesTouchInAdmission"])
+    training.assert_went_on(plan)
+    assert any(event["replayed"] for event in training.of("generation") if event["slot"] == 2)
+
+
 @pytest.mark.parametrize("point", ["handing_out", "handed_out", "admitted"])
 def test_the_leader_may_die_while_it_lets_somebody_in(point: str, train: Callable[..., Any]) -> None:
     plan = FaultPlan([first_death(), Fault(kind="kill", slot=0, point=point)])

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from train import Model
 
+from lightning_ft.elastic.leveling import Leveling
+from lightning_ft.errors import GroupBrokenError
+
 
 class Contrastive(Model):
     """A collective inside backward, in every step."""
@@ -111,3 +114,19 @@ class LogsForItself(Model):
             assert torch.stack(list(found.values())).isfinite().all(), found
         with open(f"own_{self.global_rank}", "a") as file:
             file.write(f"{len(own)}\n")
+
+
+class LosesTouchInAdmission(Callback):
+    """The admission of a joiner fails in slot 2 once all others completed it."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        run, lost = Leveling.run, []
+
+        def run_and_fail_once(self: Leveling, *args: Any) -> Any:
+            outcome = run(self, *args)
+            if outcome.joined and trainer.strategy.engine.slot == 2 and not lost:
+                lost.append(outcome.joined)
+                raise GroupBrokenError("injected after completion")
+            return outcome
+
+        Leveling.run = run_and_fail_once  # type: ignore[method-assign]
