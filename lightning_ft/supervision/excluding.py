@@ -30,6 +30,10 @@ class Excluding:
         """Return when :meth:`settle` is to be called even if nothing happens."""
         return min((time for time in (self._watch.deadline, self._setup_due) if time is not None), default=None)
 
+    def start_over(self, now: float) -> None:
+        """Count what a rank may keep the others waiting from now on."""
+        self._watch.resume(now)
+
     def settle(self, candidates: Sequence[Rank], policy: Policy, now: float) -> str | None:
         """Ask and kill, as far as it is time.
 

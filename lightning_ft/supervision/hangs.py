@@ -158,7 +158,7 @@ class Watch:
 
         """
         if self.deadline is not None and now > self.deadline + _LATE_WAKE_UP:
-            self._resumed = now  # the supervisor stood still, so perhaps everybody did
+            self.resume(now)  # the supervisor stood still, so perhaps everybody did
         self.deadline = None
         for sight in sights.values():
             sight.seen(now)
@@ -172,6 +172,10 @@ class Watch:
         self._learn(sights, late if waiting else {}, min(waiting.values(), default=now), now)
         self._tell_stall(stalled_since, sights, waiting, policy, now, findings)
         return findings
+
+    def resume(self, now: float) -> None:
+        """Count no wait from before ``now``."""
+        self._resumed = now
 
     def _judge_late(
         self,

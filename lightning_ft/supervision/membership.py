@@ -22,6 +22,9 @@ from lightning_ft.supervision.roster import Phase, Rank, Roster
 
 _IMPATIENCE = 1.0  # seconds of grace after a second Ctrl-C
 _ECHO = 0.5  # seconds within which a signal that comes again is the same one: sent to the group and to its leader
+_SHARE_OF_GRACE = 0.5  # that a rank may keep the others waiting when the job is asked to stop
+_LEAST_TIMEOUT = 0.1
+_WENT_ON = "the others went on to the next call"
 _TERMINATIONS = ("KeyboardInterrupt", "SIGTERMException")
 
 
@@ -173,6 +176,7 @@ class Membership:
             self._signal = number
             if self._verdict is None:
                 self._kill_at = now + self.policy.grace
+                self._excluding.start_over(now)
             self._forget_spawns()
 
     def tick(self, now: float) -> list[Action]:
@@ -272,6 +276,9 @@ class Membership:
         """Decide whether a dead rank starts again."""
         if self._signal is not None:
             return
+        if rank.killed_because == _WENT_ON:
+            self._respawns.restart(rank.slot, now)
+            return
         told = f"Slot {rank.slot} (pid {rank.pid}) died ({how})"
         if self._generations.number and (self._generations.is_ending or not self.members):
             self._lost.add(rank.slot)
@@ -328,10 +335,9 @@ class Membership:
             self._settle_orphans()
         if self._verdict is None:
             self._settle_start(now)
-            error = self._excluding.settle(self._candidates(), self.policy, now)
+            policy = self._policy_now()
+            error = self._excluding.settle(self._candidates(), policy, now)
             num_expected = len(self._roster.ranks) + len(self._starting) + len(self._respawns)
-            # A job that is asked to stop needs nobody who is away.
-            policy = self.policy if self._signal is None else replace(self.policy, min_replicas=1)
             error = error or self._generations.settle(policy, num_expected, now)
             for slot in self.members:
                 self._outcome.forget(slot)  # it may have died before, but it is back
@@ -345,6 +351,13 @@ class Membership:
             code, error = self._verdict or self._outcome.verdict(self._signal)
             self._roster.record("finish", code=code, error=error)
             self._roster.act(Finish(code, error))
+
+    def _policy_now(self) -> Policy:
+        """A job that is asked to stop needs nobody who is away, and waits for nobody until there is no time to save."""
+        if self._signal is None:
+            return self.policy
+        longest = max(self.policy.grace * _SHARE_OF_GRACE, _LEAST_TIMEOUT)
+        return replace(self.policy, min_replicas=1, timeout=min(self.policy.timeout or longest, longest))
 
     def _end_grace(self) -> None:
         self._kill_at = None
@@ -373,7 +386,7 @@ class Membership:
         ((self._call, self._fn),) = calls
         for rank in self._roster.ranks.values():
             if rank.phase in (Phase.JOINING, Phase.WAITING):
-                self._roster.kill(rank, "the others went on to the next call")
+                self._roster.kill(rank, _WENT_ON)
         self._leader = None
         for slot in sorted(self._lost):
             self._outcome.forget(slot)  # this call has another rank 0

@@ -37,6 +37,10 @@ class Respawns:
         self._due[slot] = now + delay
         return len(recent) + 1
 
+    def restart(self, slot: int, now: float) -> None:
+        """Schedule a start of ``slot`` at once that does not count: nothing happened to its process."""
+        self._due[slot] = now
+
     def progressed(self, slot: int) -> None:
         """Note that the process of ``slot`` takes part: should it die, something happened to it."""
         self._fruitless[slot] = 0

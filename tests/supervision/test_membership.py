@@ -285,8 +285,8 @@ def test_rank_0_killed_between_two_calls_is_a_death_like_any_other() -> None:
     assert job.finish == Finish(0, None)
 
 
-def test_unfinished_joiner_of_the_call_before_starts_again() -> None:
-    job = Job(3)
+def test_unfinished_joiner_of_the_call_before_starts_again_which_counts_for_nothing() -> None:
+    job = Job(3, max_restarts=1)
     job.train()
     job.kill(2)
     job.begin(2)
@@ -1049,6 +1049,24 @@ def test_job_that_waits_for_ranks_and_is_asked_to_stop_does_not_wait_on() -> Non
     job.say(0, "at_top", generation=job.generations[-1]["number"])
     assert job.generations[-1]["reason"] == "cancelled"
     assert not job.generations[-1]["hold"]
+
+
+@pytest.mark.parametrize(("timeout", "longest"), [(None, 5.0), (2.0, 2.0), (60.0, 5.0)])
+def test_rank_that_is_stopped_when_the_job_is_asked_to_stop_leaves_the_others_half_of_the_grace(
+    timeout: float | None, longest: float
+) -> None:
+    job = Job(3, grace=10.0, timeout=timeout)
+    job.train()
+    job.membership.found(1, job.live[1], True)
+    for slot in (0, 2):
+        job.say(slot, "waiting", generation=job.number, seconds=0.5)
+    job.wait(0.5)
+    job.membership.signalled(signal.SIGTERM, job.now)
+    job.wait(longest - 0.1)
+    assert job.doomed == []
+    job.wait(0.2 + longest / 5)  # they are asked now and then only
+    assert job.doomed == [1]
+    assert job.members == [0, 2]
 
 
 def test_job_that_ends_well_in_spite_of_a_termination_keeps_its_own_code() -> None:
