@@ -1,6 +1,7 @@
 """A ModelCheckpoint for which ``"last"`` is the newest intact checkpoint, and from which a fit may resume by itself."""
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -51,3 +52,10 @@ class ResumableCheckpoint(ModelCheckpoint):
         found = candidates(dirpath, self.FILE_EXTENSION)
         self._asked_for_newest = found[0].path if found else None
         return {found[0].path} if found else set()
+
+    def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
+        """Also what the training resumed from, unless its path was given: or each preemption would leave a checkpoint."""
+        if previous == VerifiedResume.of(trainer).chosen and previous != current:
+            assert self.dirpath is not None
+            return Path(self.dirpath).absolute() in Path(previous).absolute().parents
+        return super()._should_remove_checkpoint(trainer, previous, current)

@@ -90,6 +90,8 @@ def read_checkpoint(directory: str | Path, weights_only: bool | None = None) -> 
 def read_meta(directory: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
     """Return what a checkpoint's directory holds beside the large tensors."""
     path = Path(directory) / META
+    if not Path(directory).exists():
+        raise FileNotFoundError(f"Checkpoint {directory} does not exist.")
     if not path.exists():
         raise DamagedCheckpointError(str(directory), f"{META} is missing, so Lightning did not save it")
     try:

@@ -36,6 +36,8 @@ class VerifiedResume:
         self._resume_start = self._connector.resume_start
         self._directories: dict[str, bool] = {}
         self._newest: set[str] = set()
+        self.chosen: str | None = None
+        """What the last call loaded as the newest intact one, without having been given its path."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> "VerifiedResume":
@@ -65,6 +67,7 @@ class VerifiedResume:
         directories, self._directories = self._directories, {}
         newest, self._newest = self._newest, set()
         path = None if not checkpoint_path else os.fspath(checkpoint_path)
+        self.chosen = None
         if path is not None and "://" in path:
             self._resume_start(checkpoint_path, weights_only)  # from a live rank, or from a store
             return
@@ -74,9 +77,9 @@ class VerifiedResume:
             for directory in directories:
                 collect(directory)
         if path is None:
-            path = self._choose(directories, ranks) if fitting and self._trainer.global_step == 0 else None
+            path = self.chosen = self._choose(directories, ranks) if fitting and self._trainer.global_step == 0 else None
         elif path in newest:
-            path = _newest_of(path, directories, ranks)
+            path = self.chosen = _newest_of(path, directories, ranks)
         elif ranks.broadcast(os.path.exists(path)):  # otherwise Lightning says what it says
             _check_asked(path, ranks)
         if path is not None and fitting and ranks.rank == 0:

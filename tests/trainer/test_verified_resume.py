@@ -235,3 +235,11 @@ def test_an_exported_file_loads_without_anything_of_ours(tmp_path: Path, uninter
     loaded = Model.load_from_checkpoint(tmp_path / "out.ckpt")
     assert not torch.equal(loaded.net[0].weight, model.net[0].weight)
     assert torch.equal(loaded.net[0].weight, torch.load(tmp_path / "out.ckpt")["state_dict"]["net.0.weight"])
+
+
+def test_fits_that_resume_by_themselves_leave_no_more_checkpoints_than_one_fit(tmp_path: Path) -> None:
+    for max_epochs, options in ((1, {}), (2, {"resume": "auto"}), (3, {"ckpt_path": "last"})):
+        fit(tmp_path, max_epochs, **{"save_top_k": 1, **options})
+        assert os.listdir(tmp_path / "checkpoints") == [f"epoch={max_epochs - 1}.ckpt"]
+    fit(tmp_path, 4, save_top_k=1, ckpt_path=tmp_path / "checkpoints" / "epoch=2.ckpt")  # which somebody wants to keep
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["epoch=2.ckpt", "epoch=3.ckpt"]
