@@ -1,1 +1,5 @@
-"""Callbacks for ``Trainer(callbacks=[...])``."""
+"""Callbacks; those of Lightning's users go to ``Trainer(callbacks=[...])``, with any strategy that they name."""
+
+from lightning_ft.callbacks.loader_position import LoaderPosition
+
+__all__ = ["LoaderPosition"]

@@ -28,14 +28,15 @@ def under_random_state(state: dict[str, Any] | None) -> Iterator[None]:
         yield
         return
     before = random_state()
-    _set(state)
+    set_random_state(state)
     try:
         yield
     finally:
-        _set(before)
+        set_random_state(before)
 
 
-def _set(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
+    """Draw from ``state``, which :func:`random_state` returned, from now on."""
     torch.set_rng_state(state["torch"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

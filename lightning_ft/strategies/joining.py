@@ -12,7 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
-from lightning_ft.strategies import changing_modules, logged_results, tuning
+from lightning_ft.loops import logged_results
+from lightning_ft.strategies import changing_modules, tuning
 
 PEER_CHECKPOINT = "ft://peer"
 """The ``ckpt_path`` that means: ask a live rank."""

@@ -20,21 +20,28 @@ def loops_that_log(trainer: Trainer) -> list[Any]:
     return [trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
 
 
-def describe(results: _ResultCollection) -> list[dict[str, Any]]:
-    """Return as plain data what :func:`take_over` needs."""
-    return [_describe_one(key, metric) for key, metric in results.items()]
+def describe(results: _ResultCollection, *, to_same_rank: bool = False) -> list[dict[str, Any]]:
+    """Return as plain data what :func:`take_over` needs.
+
+    Args:
+        results: What was logged.
+        to_same_rank: Whether the rank that takes it over takes this rank's place, and not one beside it.
+
+    """
+    return [_describe_one(key, metric, to_same_rank) for key, metric in results.items()]
 
 
-def _describe_one(key: str, metric: _ResultMetric) -> dict[str, Any]:
+def _describe_one(key: str, metric: _ResultMetric, to_same_rank: bool) -> dict[str, Any]:
     """Its metadata; of what was logged, what no reduction over the ranks would count twice."""
     meta = metric.meta
     values = {"_computed": metric._computed, "_forward_cache": metric._forward_cache}
-    if not meta.sync.should:
+    if to_same_rank or not meta.sync.should:
         values |= {name: getattr(metric, name) for name in metric._defaults}
     return {
         "key": key,
         "is_tensor": metric.is_tensor,
         "has_reset": metric.has_reset,
+        "update_count": metric._update_count,
         "metadata": {name: getattr(meta, name) for name in _METADATA},
         "reduce_fx": meta.reduce_fx.__name__,
         "sync": {"should": meta.sync.should, "op": meta.sync.op, "rank_zero_only": meta.sync.rank_zero_only},
@@ -61,6 +68,7 @@ def _make_result(trainer: Trainer, description: dict[str, Any]) -> _ResultMetric
         _should=sync["should"], fn=trainer.strategy.reduce, rank_zero_only=sync["rank_zero_only"], _op=sync["op"]
     )
     metric = _ResultMetric(meta, description["is_tensor"])
+    metric._update_count = description["update_count"]  # else it warns that it was computed before any update
     for name, value in description["values"].items():
         setattr(metric, name, value)
     if not description["is_tensor"]:

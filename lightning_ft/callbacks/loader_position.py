@@ -1,0 +1,325 @@
+"""LoaderPosition: a checkpoint taken anywhere in an epoch resumes with the next batch, and with all that goes with it."""
+
+import logging
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ft.data.random_state import random_state, set_random_state
+from lightning_ft.data.resumable import ResumableLoader
+from lightning_ft.loops import logged_results
+from lightning_ft.loops.metrics import load_metric_states, metric_states
+from lightning_ft.loops.moments import FitMoments, Moment, enter_epoch, enter_fit, finish_batch
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+class LoaderPosition(Callback):
+    """Resume in the middle of an epoch as if the run had never stopped.
+
+    Every Lightning checkpoint gets, for each rank, the position of its training loaders behind the last batch that was
+    trained, its random number generators, what was logged and gathered in metrics since the epoch began, and gradients
+    that were accumulated and not applied. A fit from such a checkpoint continues with the same batches in the same order,
+    the same random numbers, logged values, learning rates and weights; a validation is neither left out nor run twice.
+
+    Example::
+
+        trainer = Trainer(callbacks=[LoaderPosition(), ModelCheckpoint(every_n_train_steps=100)])
+        trainer.fit(model, train_loader, ckpt_path="last")
+
+    """
+
+    def __init__(self) -> None:
+        self._moments: FitMoments | None = None
+        self._loaders: list[ResumableLoader] = []
+        self._resume: dict[str, Any] | None = None
+        self._loops: dict[str, Any] = {}
+        self._before_validation: dict[str, Any] = {}
+        self._on_epoch_start: Callable[[], None] = lambda: None
+        self._wrapped: list[tuple[Any, str]] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._loaders, self._resume = [], None
+        strategy: Any = trainer.strategy
+        process, load = strategy.process_dataloader, strategy.load_checkpoint
+
+        def process_dataloader(dataloader: object) -> object:
+            processed = process(dataloader)
+            return self._follow(trainer, processed) if trainer.training else processed
+
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            checkpoint = load(*args, **kwargs)
+            self._give_own_data(trainer, checkpoint)
+            return checkpoint
+
+        strategy.process_dataloader, strategy.load_checkpoint = process_dataloader, load_checkpoint
+        self._wrapped = [(strategy, "process_dataloader"), (strategy, "load_checkpoint")]
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._moments = FitMoments(trainer)
+        self._moments.on_fit = lambda proceed: self._run_fit(trainer, proceed)
+        self._moments.on_fit_loop_start = lambda proceed: self._start_fit_loop(trainer, proceed)
+        self._moments.on_epoch_loop_start = lambda fetcher, proceed: self._start_epoch_loop(trainer, fetcher, proceed)
+        self._moments.on_validation = lambda: self._note_before_validation(trainer)
+        self._moments.watch()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._moments is not None:
+            self._moments.close()  # but kept: the script may save a checkpoint after the fit
+        for owner, name in self._wrapped:
+            vars(owner).pop(name, None)
+        self._wrapped = []
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Collective. Add what each rank needs to continue from here."""
+        if self._moments is None:
+            return
+        moment = self._moments.now(gives_up_windows=self._gives_up_windows)
+        section = self._section(trainer, pl_module, moment)
+        section["datamodule"] = checkpoint.get(_name_of_data(trainer))
+        checkpoint["callbacks"][self.state_key] = {
+            "version": _VERSION,
+            "world_size": trainer.world_size,
+            "moment": moment,
+            "ranks": _gather(trainer, section),
+        }
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if trainer.state.fn != TrainerFn.FITTING or not state:
+            return
+        if state["world_size"] != trainer.world_size and state["moment"]["within_epoch"]:
+            raise MisconfigurationException(
+                f"The checkpoint was taken in the middle of an epoch on {state['world_size']} ranks, but there are"
+                f" {trainer.world_size} now. Resume on as many, or from the end of an epoch."
+            )
+        section = _own_section(state, trainer.global_rank)
+        self._loops = deepcopy(checkpoint["loops"]["fit_loop"])
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # those of rank 0, and read ahead
+        self._resume = {"moment": state["moment"], **section}
+        for loader in self._loaders:
+            loader.deferred = True
+
+    # Saving.
+
+    def _section(self, trainer: Trainer, pl_module: LightningModule, moment: Moment) -> dict[str, Any]:
+        results = trainer.fit_loop.epoch_loop._results
+        connector = trainer._logger_connector
+        section: dict[str, Any] = {
+            "random": _random_state(trainer),
+            "loaders": self._positions(trainer, moment),
+            "callback_metrics": dict(connector._callback_metrics if trainer.interrupted else trainer.callback_metrics),
+            "logged_metrics": dict(connector._logged_metrics),
+        }
+        of_epoch = moment["within_epoch"]
+        reset_soon = [metric.value for metric in trainer.fit_loop.epoch_loop.val_loop._results.values()]
+        reset_soon += [] if of_epoch else [metric.value for metric in results.values()]
+        section["metrics"] = metric_states(pl_module, leave_out=[m for m in reset_soon if not isinstance(m, Tensor)])
+        if not of_epoch:
+            return section
+        section |= {
+            "results": logged_results.describe(results, to_same_rank=True),
+            "first_loop_iter": connector._first_loop_iter,
+            "current_fx": connector._current_fx,
+            "gradients": _gradients(pl_module) if moment["is_accumulating"] else {},
+        }
+        if moment["tail"] == "validation":  # which begins again
+            section |= self._before_validation
+        elif moment["tail"] == "after validation":
+            section |= {"first_loop_iter": self._before_validation["first_loop_iter"], "current_fx": None}
+        return section
+
+    def _note_before_validation(self, trainer: Trainer) -> None:
+        connector = trainer._logger_connector
+        self._before_validation = {
+            "first_loop_iter": connector._first_loop_iter,
+            "current_fx": connector._current_fx,
+            "random": _random_state(trainer),
+        }
+
+    def _positions(self, trainer: Trainer, moment: Moment) -> dict[str, Any]:
+        combined = trainer.fit_loop._combined_loader
+        iterator = None if combined is None else combined._iterator
+        if not self._loaders or combined is None or iterator is None:
+            return {}
+        num_ahead = iterator._idx - moment["trained"] if moment["within_epoch"] else 0
+        return {
+            "positions": [loader.position(num_ahead, between_epochs=not moment["within_epoch"]) for loader in self._loaders],
+            "consumed": list(getattr(iterator, "_consumed", [])),
+        }
+
+    @property
+    def _gives_up_windows(self) -> bool:
+        return False
+
+    # Resuming.
+
+    def _follow(self, trainer: Trainer, dataloader: Any) -> object:
+        if getattr(dataloader, "keeps_position", False):
+            return dataloader
+        fit_loop = trainer.fit_loop
+        loader = ResumableLoader(dataloader, lambda: fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+        loader.deferred = self._resume is not None
+        if fit_loop._combined_loader is not None and len(self._loaders) == len(fit_loop._combined_loader.flattened):
+            self._loaders = []  # they are made again, for another epoch
+        self._loaders.append(loader)
+        return loader
+
+    def _run_fit(self, trainer: Trainer, proceed: Any) -> None:
+        """Also if all steps are done: what belongs to the last one, such as a validation, may not be."""
+        epoch_loop = trainer.fit_loop.epoch_loop
+        max_steps = epoch_loop.max_steps
+        if self._resume is not None and self._resume["moment"].get("tail"):
+            epoch_loop.max_steps = -1
+            self._on_epoch_start = lambda: setattr(epoch_loop, "max_steps", max_steps)
+        try:
+            proceed()
+        finally:
+            epoch_loop.max_steps = max_steps
+
+    def _start_fit_loop(self, trainer: Trainer, proceed: Any) -> None:
+        resume = self._resume
+        if resume is None:
+            proceed()
+            return
+        moment, fit_loop = resume["moment"], trainer.fit_loop
+        enter_fit(trainer, self._loops, moment)
+        _restore_metrics(trainer, resume)
+        if moment.get("plateau_due"):  # Lightning forgets it, since the checkpoint was taken just before
+            enter_epoch_end = fit_loop.epoch_progress.current
+            enter_epoch_end.completed -= 1
+            fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            enter_epoch_end.completed += 1
+        proceed()
+        if not moment["within_epoch"]:
+            _set_random_state(trainer, resume["random"])
+
+    def _start_epoch_loop(self, trainer: Trainer, data_fetcher: Any, proceed: Any) -> None:
+        resume, self._resume = self._resume, None
+        if resume is None:
+            proceed()
+            self._look_ahead(data_fetcher)
+            return
+        moment = resume["moment"]
+        self._on_epoch_start()
+        if moment["within_epoch"]:
+            enter_epoch(trainer, self._loops, moment)
+        self._start_loaders(trainer, data_fetcher, resume)
+        proceed()
+        self._look_ahead(data_fetcher)
+        if not moment["within_epoch"]:
+            return
+        connector = trainer._logger_connector
+        logged_results.take_over(trainer, trainer.fit_loop.epoch_loop._results, resume["results"])
+        _restore_metrics(trainer, resume)
+        connector._first_loop_iter, connector._current_fx = resume["first_loop_iter"], resume["current_fx"]
+        parameters = dict(trainer.lightning_module.named_parameters())
+        for name, gradient in resume["gradients"].items():
+            parameters[name].grad = gradient.to(parameters[name].device)
+        _set_random_state(trainer, resume["random"])
+        if moment["tail"]:
+            finish_batch(trainer, data_fetcher, moment["tail"])
+
+    def _start_loaders(self, trainer: Trainer, data_fetcher: Any, resume: dict[str, Any]) -> None:
+        saved = resume["loaders"]
+        for loader in self._loaders:
+            loader.deferred = False
+        if not saved:
+            return
+        if len(saved["positions"]) != len(self._loaders):
+            raise MisconfigurationException(
+                f"The checkpoint has the positions of {len(saved['positions'])} training loaders, but there are"
+                f" {len(self._loaders)} now. Resume with the loaders that it was made with, or without `LoaderPosition`."
+            )
+        for loader, position in zip(self._loaders, saved["positions"], strict=True):
+            loader.resume(position)
+        iter(data_fetcher)
+        combined = trainer.fit_loop._combined_loader
+        assert combined is not None
+        iterator: Any = combined._iterator
+        if resume["moment"]["within_epoch"]:
+            iterator._idx += resume["moment"]["trained"]
+            if saved["consumed"]:
+                iterator._consumed = list(saved["consumed"])
+
+    def _look_ahead(self, data_fetcher: Any) -> None:
+        for loader in self._loaders:
+            loader.is_read_ahead = data_fetcher.length is None
+
+    def _give_own_data(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Put this rank's part of the datamodule's state in the place of rank 0's."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if not state or state["world_size"] != trainer.world_size:
+            return
+        section = state["ranks"].get(trainer.global_rank, {})
+        if section.get("datamodule") is not None:
+            checkpoint[_name_of_data(trainer)] = section["datamodule"]
+
+
+def _own_section(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    ranks = state["ranks"]
+    if rank in ranks:
+        return dict(ranks[rank])
+    # Written by one rank alone, as an exception ended it: the others were as far, and drew as many random numbers.
+    return dict(next(iter(ranks.values())))
+
+
+def _gather(trainer: Trainer, section: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Collective. Return the sections of all ranks in rank 0, elsewhere this rank's own."""
+    rank, size = trainer.global_rank, trainer.world_size
+    # After an exception the other ranks may be anywhere: whoever waited for them might wait forever.
+    is_alone = trainer.interrupted and not isinstance(sys.exc_info()[1], SIGTERMException)
+    if size == 1 or is_alone:
+        return {rank: section}
+    rows: list[Any] | None = [None] * size if rank == 0 else None
+    torch.distributed.gather_object(section, rows, dst=0)
+    return {rank: section} if rows is None else dict(enumerate(rows))
+
+
+def _name_of_data(trainer: Trainer) -> str:
+    """Under which Lightning keeps the datamodule's state; no key of a checkpoint if there is none."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return "" if data is None else type(data).__qualname__
+
+
+def _random_state(trainer: Trainer) -> dict[str, Any]:
+    state = random_state()
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    set_random_state(state)
+    if "cuda" in state and trainer.strategy.root_device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].cpu(), trainer.strategy.root_device)
+
+
+def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
+    named = pl_module.named_parameters()
+    return {name: parameter.grad.detach().clone() for name, parameter in named if parameter.grad is not None}
+
+
+def _restore_metrics(trainer: Trainer, resume: dict[str, Any]) -> None:
+    load_metric_states(trainer.lightning_module, resume["metrics"])
+    connector, device = trainer._logger_connector, trainer.strategy.root_device
+    for name, live in (("callback_metrics", connector._callback_metrics), ("logged_metrics", connector._logged_metrics)):
+        live.update({key: value.to(device) for key, value in resume[name].items()})

@@ -1,0 +1,116 @@
+"""A fit that is resumed from any of its checkpoints does, bit for bit, what it would have done without the interruption."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_ft.testing import run_without_supervisor
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*found in the checkpoint:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"),
+]
+
+
+class OwnSampler:
+    """Draws from a generator of its own, counts its epochs and may begin later: what users write."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.generator = np.random.default_rng(5)
+        self.start = 0
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        order = self.generator.permutation(self.count).tolist()
+        self.epoch += 1
+        return iter(order[self.epoch :] + order[: self.epoch][self.start :])
+
+
+class OwnBatches:
+    """A batch sampler whose batches are of different sizes."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return 5
+
+    def __iter__(self) -> Any:
+        for number in range(5):
+            yield torch.randint(0, 14, (2 + number % 3,), generator=self.generator).tolist()
+
+
+def make(resumed: ModuleType, count: int = 14, *, noisy: bool = False, **options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(resumed.Numbers(count, noisy), **{"batch_size": 3, "shuffle": True, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"val_check_interval": 2},
+        {"accumulate_grad_batches": 2, "val_check_interval": 1, "max_epochs": 1},
+        {"plateau": "epoch", "max_epochs": 3, "num_validation": 0},
+        {"plateau": "step", "accumulate_grad_batches": 2},
+        {"max_steps": 8, "max_epochs": -1},
+    ],
+    ids=["epochs", "validations within", "accumulation", "plateau by epoch", "plateau by step", "steps"],
+)
+def test_a_fit_resumes_exactly_from_every_place_in_it(tmp_path: Path, resumed: ModuleType, options: dict[str, Any]) -> None:
+    hooks = resumed.HOOKS[1:]
+    resumed.assert_resumable(tmp_path, make(resumed, noisy=True), hooks=hooks, **options)
+
+
+def test_workers_get_the_same_order_again(tmp_path: Path, resumed: ModuleType) -> None:
+    generator = torch.Generator()
+
+    def loader() -> Any:
+        return make(resumed, num_workers=2, generator=generator.manual_seed(4))()
+
+    resumed.assert_resumable(tmp_path, loader, every=6, first=1, num_validation=0)
+
+
+def test_samplers_of_the_user_continue_where_they_were(tmp_path: Path, resumed: ModuleType) -> None:
+    (tmp_path / "sampler").mkdir()
+    (tmp_path / "batches").mkdir()
+    sampler = {"every": 4, "max_epochs": 3, "num_validation": 0}
+    data = resumed.Numbers(14)
+    resumed.assert_resumable(tmp_path / "sampler", lambda: DataLoader(data, batch_size=3, sampler=OwnSampler(14)), **sampler)
+    resumed.assert_resumable(tmp_path / "batches", lambda: DataLoader(data, batch_sampler=OwnBatches()), **sampler)
+
+
+def test_the_number_of_workers_may_change(tmp_path: Path, resumed: ModuleType) -> None:
+    whole = resumed.fit(tmp_path, make(resumed), hooks=("on_train_batch_end",), num_validation=0)
+    name = list(whole.taken)[6]
+    other = resumed.fit(tmp_path, make(resumed, num_workers=2), ckpt=name, num_validation=0, max_epochs=2)
+    assert other.trace[:3] == whole.trace[whole.taken[name][0] :]
+
+
+def test_persistent_workers_get_the_same_order_in_later_epochs(tmp_path: Path) -> None:
+    loading = {"num_workers": 2, "persistent_workers": True}
+    options = {"num_samples": 14, "every": 5, "first": 1, "max_epochs": 3, "num_validation": 0, "loading": loading}
+    run_job(tmp_path, 1, options)
+
+
+def test_ranks_get_their_own_back_under_ddp(tmp_path: Path) -> None:
+    run_job(tmp_path, 2, {"num_samples": 29, "strategy": "ddp", "every": 6, "accumulate_grad_batches": 2})
+
+
+def run_job(directory: Path, num_ranks: int, options: dict[str, Any]) -> None:
+    script = Path(__file__).parent / "jobs" / "resumed.py"
+    run_without_supervisor(script, [json.dumps(options)], num_ranks=num_ranks, directory=directory, timeout=170).check()
+    assert len(list(directory.glob("done_*"))) == num_ranks
