@@ -1,5 +1,6 @@
 """Callbacks; those of Lightning's users go to ``Trainer(callbacks=[...])``, with any strategy that they name."""
 
+from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
 from lightning_ft.callbacks.loader_position import LoaderPosition
 
-__all__ = ["LoaderPosition"]
+__all__ = ["AsyncCheckpoint", "LoaderPosition"]

@@ -9,8 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from lightning_ft.checkpoint.image import Image, pickled
 from lightning_ft.checkpoint.layout import FileEntry, Manifest, staging_name
 from lightning_ft.checkpoint.leftovers import claim, discard
 from lightning_ft.checkpoint.peers import Peers, Roll
-from lightning_ft.checkpoint.plan import Flat, divide, is_record, local
+from lightning_ft.checkpoint.plan import Flat, Seat, divide, is_record, local
 from lightning_ft.checkpoint.snapshot import Snapshot
 from lightning_ft.checkpoint.writer import Writer
+from lightning_ft.checkpoint.writer_process import sync_directory, write_file
 
 log = logging.getLogger(__name__)
 
@@ -38,13 +40,13 @@ class Content:
 
     Args:
         state: Nested dicts and lists of tensors and small objects, for torch's distributed checkpoint.
-        files: Further files of this rank.
-        manifest: Without files.
+        files: Returns further files of the rank that has a seat.
+        manifest: Without what only the saver knows.
 
     """
 
     state: dict[str, Any]
-    files: dict[str, bytes]
+    files: Callable[[Seat], dict[str, bytes]]
     manifest: Manifest
 
 
@@ -54,17 +56,26 @@ class PendingSave:
     Args:
         target: The directory that it becomes.
         step: Whose state it is.
+        is_twin: Whether it shares files with an earlier one.
 
     """
 
-    def __init__(self, target: Path, step: int) -> None:
+    def __init__(self, target: Path, step: int, *, is_twin: bool = False) -> None:
         self.target = target
         self.step = step
+        self.is_twin = is_twin
         self.error: BaseException | None = None
         """Why it did not become a checkpoint; only to be looked at once it is :attr:`done`."""
         self.write_seconds = 0.0
+        """How long writing took in this rank."""
+        self.stall_seconds = 0.0
+        """How long the training of this rank was kept waiting for it."""
         self.copied = threading.Event()
+        self.post = Post()
+        """What this rank wrote."""
         self._settled = threading.Event()
+        self._lock = threading.Lock()
+        self._then: list[Callable[[], None]] = []
 
     @property
     def done(self) -> bool:
@@ -84,11 +95,24 @@ class PendingSave:
         if self.error is not None:
             raise self.error
 
+    def then(self, action: Callable[[], None]) -> None:
+        """Have something done once this is a checkpoint: in its thread, or now if it is one already."""
+        with self._lock:
+            if not self.done:
+                self._then.append(action)
+                return
+        if self.error is None:
+            action()
+
     def settle(self, error: BaseException | None) -> None:
         """Say how it ended."""
-        self.error = error
-        self.copied.set()
-        self._settled.set()
+        with self._lock:
+            self.error = error
+            actions = self._then if error is None else []
+            self.copied.set()
+            for action in actions:
+                action()
+            self._settled.set()
 
 
 class AsyncSaver:
@@ -112,7 +136,7 @@ class AsyncSaver:
     ) -> None:
         self.writer = Writer()
         self.stall_seconds = 0.0
-        """How long the training was kept waiting since the last save began, that one included."""
+        """How long the training was kept waiting so far."""
         self._peers = peers
         self._timeout = timeout
         self._max_pending = max_pending
@@ -137,6 +161,7 @@ class AsyncSaver:
         *,
         replaces: Iterable[Path] = (),
         may_change: Callable[[str, Tensor], bool] = lambda name, tensor: True,
+        twin_of: PendingSave | None = None,
     ) -> PendingSave:
         """Collective. Begin to save; wait first if there are too many under way.
 
@@ -145,24 +170,29 @@ class AsyncSaver:
             content: What to save. What does not change before the next optimizer step is read until then, see
                 :meth:`wait_for_copy`.
             replaces: Checkpoints that go once this one is there.
-            may_change: Whether a tensor, by its name in ``content.state``, may change in forward and backward passes:
-                it is copied at once.
+            may_change: Whether a tensor, by its name in ``content.state``, may change in forward and backward passes, and
+                so differ between ranks that hold it: it is copied at once, and saved as the first rank has it.
+            twin_of: An earlier save of the same state, on all ranks alike: the tensors' files are shared with it.
 
         """
+        if twin_of is None:
+            self.wait_for_copy()
         started = time.monotonic()
-        self.stall_seconds = 0.0
-        self.wait_for_copy()
-        while len(pending := self.pending) >= self._max_pending:
-            with suppress(Exception):  # told by `on_settled`
-                pending[0].wait()
+        if twin_of is None:
+            while len(pending := [save for save in self.pending if not save.is_twin]) >= self._max_pending:
+                with suppress(Exception):  # told by `on_settled`
+                    pending[0].wait()
         previous = self._pending[-1] if self._pending else None
         roll = self._peers.enroll()
-        save = PendingSave(Path(target), content.manifest.step)
+        save = PendingSave(Path(target), content.manifest.step, is_twin=twin_of is not None)
         self._pending = deque([*self.pending, save])
-        task = _Task(self, save, previous, roll, content, tuple(replaces))
-        task.prepare(may_change)
+        task = _Task(self, save, previous, roll, content, tuple(replaces), twin_of)
+        if twin_of is None:
+            task.prepare(may_change)
         threading.Thread(target=task.run, name="lightning_ft-save", daemon=True).start()
-        self.stall_seconds += time.monotonic() - started
+        taken = time.monotonic() - started
+        save.stall_seconds += taken
+        self.stall_seconds += taken
         return save
 
     def wait_for_copy(self) -> None:
@@ -170,7 +200,9 @@ class AsyncSaver:
         if self._pending and not self._pending[-1].copied.is_set():
             started = time.monotonic()
             self._pending[-1].copied.wait()
-            self.stall_seconds += time.monotonic() - started
+            taken = time.monotonic() - started
+            self._pending[-1].stall_seconds += taken
+            self.stall_seconds += taken
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return once nothing is being saved any more; how it ended each save says.
@@ -232,14 +264,17 @@ class _Task:
         roll: Roll,
         content: Content,
         replaces: Collection[Path],
+        twin_of: PendingSave | None,
     ) -> None:
         self._saver = saver
         self._save = save
         self._previous = previous
         self._roll = roll
-        self._manifest = content.manifest
+        names = tuple(path.name for path in replaces if path.parent == save.target.parent)
+        self._manifest = replace(content.manifest, world_size=roll.seat.world_size, replaces=names)
         self._content: Content | None = content
         self._replaces = replaces
+        self._twin_of = twin_of
         self._staging = save.target.with_name(staging_name(save.target.name, roll.token))
         self._flat = Flat.of(content.state)
         self._key: Any = None
@@ -255,26 +290,24 @@ class _Task:
         objects = {name: leaf for name, leaf in leaves.items() if not is_record(leaf)}
         try:
             blobs = pickled(objects.items()) if seat.rank == 0 else {}
-            self._key = (seat, self._flat.signature())
-            self._image = image = self._saver.take_image(self._key, self._make_image)
-            places = image.fill_tail(blobs, self._content.files)
+            differing = frozenset(name for name, leaf in leaves.items() if is_record(leaf) and may_change(name, leaf))
+            self._key = (seat, differing, self._flat.signature())
+            self._image = image = self._saver.take_image(self._key, partial(self._make_image, differing))
+            places = image.fill_tail(blobs, self._content.files(seat))
             self._objects = tuple((name, *place) for name, place in places.items())
             pairs = [
                 (entry.name, destination, local(leaves[entry.name]))
                 for entry, destination in zip(image.entries, image.destinations, strict=True)
             ]
-            now = [may_change(name, source) for name, _, source in pairs]
-            self._snapshot = Snapshot(
-                [pair for pair, changes in zip(pairs, now, strict=True) if changes],
-                [pair for pair, changes in zip(pairs, now, strict=True) if not changes],
-            )
+            now = [pair for pair in pairs if pair[0] in differing]
+            self._snapshot = Snapshot(now, [pair for pair in pairs if pair[0] not in differing])
         except Exception as error:
             self._failure = tell_os_error(error)
         self._content = None
 
-    def _make_image(self, name: str) -> Image:
-        rank = self._roll.seat.rank
-        return Image(divide(self._flat, self._roll.seat), f"__{rank}_0.distcp", name)
+    def _make_image(self, differing: Collection[str], name: str) -> Image:
+        seat = self._roll.seat
+        return Image(divide(self._flat, seat, differing), f"__{seat.rank}_0.distcp", name)
 
     def run(self) -> None:
         """Copy, write and commit."""
@@ -284,10 +317,11 @@ class _Task:
             post = Post(error=self._failure)
             if self._failure is None:
                 try:
-                    post, lease = self._write()
+                    post, lease = self._write() if self._twin_of is None else self._link(self._twin_of)
                 except Exception as failure:
                     post = Post(error=tell_os_error(failure))
             self._save.copied.set()
+            self._save.post = post
             self._commit(post)
         except BaseException as failure:
             error = failure
@@ -314,6 +348,26 @@ class _Task:
         self._save.write_seconds = written.seconds
         files = tuple(FileEntry(file["path"], file["size"], file["xxh3"]) for file in written.files)
         return Post(files, self._post_table(self._image), self._objects), lease
+
+    def _link(self, other: PendingSave) -> tuple[Post, int]:
+        """Share the tensors' file with a save of the same state."""
+        self._save.copied.set()
+        other.wait()
+        os.makedirs(self._staging, exist_ok=True)
+        lease = claim(self._staging)
+        assert self._content is not None
+        own = self._content.files(self._roll.seat)
+        entries = []
+        for entry in other.post.files:
+            path = self._staging / entry.path
+            if entry.path in own:
+                written = write_file(str(path), memoryview(own[entry.path]))
+                entry = FileEntry(entry.path, written["size"], written["xxh3"])
+            else:
+                os.link(other.target / entry.path, path)
+            entries.append(entry)
+        sync_directory(str(self._staging))
+        return replace(other.post, files=tuple(entries)), lease
 
     def _post_table(self, image: Image) -> str:
         table = Table(f"__{self._roll.seat.rank}_0.distcp", image.entries, tuple(image.places)).to_bytes()

@@ -23,7 +23,7 @@ class Roll:
 
     token: str
     seat: Seat
-    ids: tuple[int, ...] = ()
+    ids: tuple[tuple[int, int], ...] = ()
 
 
 class Peers(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,8 +110,13 @@ def is_record(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_quantized
 
 
-def divide(flat: Flat, seat: Seat) -> list[Entry]:
+def divide(flat: Flat, seat: Seat, differing: Collection[str] = ()) -> list[Entry]:
     """Return what this rank writes.
+
+    Args:
+        flat: The state.
+        seat: Of this rank.
+        differing: Names of tensors that ranks need not have alike, such as buffers: they are those of the first one.
 
     Raises:
         ValueError: If a tensor waits for a reduction over a mesh.
@@ -126,6 +131,10 @@ def divide(flat: Flat, seat: Seat) -> list[Entry]:
         entry = Entry(
             name, item.tensor_data.properties.dtype, *map(tuple, (item.tensor_data.size, chunk.offsets, chunk.sizes))
         )
+        if name in differing:
+            if copy > 0:
+                continue
+            num_copies = 1
         groups[copy, num_copies].append(entry)
     return [entry for (copy, num_copies), entries in groups.items() for entry in _share(entries, copy, num_copies)]
 

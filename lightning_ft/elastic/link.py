@@ -80,6 +80,12 @@ class SupervisorLink:
         with self._changed:
             return self._generation is not None and self._generation["number"] > generation
 
+    def live(self) -> dict[int, int]:
+        """Return the slots of the newest generation, each with its process's incarnation; the ranks may not be there yet."""
+        with self._changed:
+            newest = self._generation
+            return {} if newest is None else {int(slot): count for slot, count in newest["incarnations"].items()}
+
     def wait_for_slot(self, call: int) -> Assign | None:
         """Return the slot that this spare is to take, or None once the others are past ``call``."""
 

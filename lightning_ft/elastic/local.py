@@ -18,6 +18,8 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from torch.distributed import Store
+
 from lightning_ft.elastic._torch_compat import connect_store
 from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.engine import Change
@@ -417,6 +419,14 @@ class LocalEngine:
     def recorded(self, key: str) -> bytes | None:
         """Return what an earlier rank recorded."""
         return self._store.get(f"record/{key}") if self._store.check([f"record/{key}"]) else None
+
+    def live(self) -> dict[int, int]:
+        """Return who lives by what the supervisor said last, slots with their incarnation; for any thread."""
+        return self._link.live()
+
+    def connect(self, timeout: timedelta) -> Store:
+        """Return a connection of its own to the supervisor's store: whoever waits in one keeps its other users waiting."""
+        return connect_store(self._environment.store_host, self._environment.store_port, timeout)
 
     def close(self) -> None:
         """Leave the job. May be called twice."""

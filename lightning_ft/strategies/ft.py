@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint
+from lightning_ft.checkpoint.peers import Peers
 from lightning_ft.data.workers import shield_workers
 from lightning_ft.elastic.checks import check_type
 from lightning_ft.elastic.collectives import Collectives
@@ -38,6 +39,7 @@ from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.events.log import EventLog
 from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
+from lightning_ft.strategies.checkpoint_peers import checkpoint_peers
 from lightning_ft.strategies.combinations import check_combination
 from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
@@ -175,6 +177,11 @@ class FTStrategy(ParallelStrategy):
     def members(self) -> tuple[int, ...]:
         """Slots of the live ranks, by rank."""
         return self.engine.members
+
+    @property
+    def num_changes(self) -> int:
+        """How often the ranks agreed in this call that others take part; it grows at the same batch on all of them."""
+        return 0 if self._live is None else self._live.num_changes
 
     @property
     def has_own_batch(self) -> bool:
@@ -473,6 +480,10 @@ class FTStrategy(ParallelStrategy):
                 with self.engine.activity.during("checkpoint"):
                     write_atomically(self.checkpoint_io, checkpoint, filepath, storage_options)
             written = self.collectives.count(self.is_global_zero)[0] > 0 or self.engine.alone
+
+    def checkpoint_peers(self) -> Peers:
+        """Return the live ranks as those who save checkpoints together; for checkpoint callbacks."""
+        return checkpoint_peers(self.engine, self.collectives)
 
     # End.
 

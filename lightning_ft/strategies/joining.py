@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
@@ -26,6 +27,8 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
 
     To be called between two batches: only there Lightning's counters of one batch agree with each other.
     """
+    for callback in _callbacks(trainer):
+        getattr(callback, "before_hand_out", lambda: None)()
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for key in _OWN_DATA:  # arbitrary objects, which the joiner has made by itself
         checkpoint.pop(key, None)
@@ -145,8 +148,8 @@ def _accumulated_gradients(pl_module: LightningModule) -> dict[str, Tensor]:
 
 
 def _private_notes(callback: Callback) -> dict[str, Any]:
-    """What Lightning's callbacks keep out of their ``state_dict``, such as the step of the last checkpoint."""
-    if not type(callback).__module__.startswith("lightning."):
+    """What checkpoint callbacks and Lightning's others keep out of ``state_dict``, such as the step of the last save."""
+    if not isinstance(callback, ModelCheckpoint) and not type(callback).__module__.startswith("lightning."):
         return {}
     plain = (bool, int, float, str, type(None))
     return {

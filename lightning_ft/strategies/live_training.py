@@ -73,6 +73,8 @@ class LiveTraining:
         self._startup = startup
         self._batch = ExitStack()
         self._ghosts = GhostSteps(trainer, pl_module, collectives)
+        self.num_changes = 0
+        """How often the ranks agreed in this call that others take part; it grows at the same batch on all of them."""
         self._slots: tuple[int, ...] = ()
         self._pause_agreed = False
         self._own_groups: list[Any] = []
@@ -213,6 +215,7 @@ class LiveTraining:
         # Once, even if too few are left: ranks that learn of a death sooner than others would wait here alone. The next
         # reduction tells all of them alike.
         joined = self._engine.admit_joiners(self._hand_out)
+        self.num_changes += bool(joined)
         self._divide_among((*self._slots, *joined))
         if isinstance(self.loader, ElasticLoader) and joined:
             self.loader.admit(joined)
@@ -285,6 +288,7 @@ class LiveTraining:
         slots = tuple(sorted(set(slots)))
         if slots != self._slots:
             self._slots = slots
+            self.num_changes += 1
             self.shards.follow(self.trainer, slots.index(self._engine.slot), len(slots))
 
 

@@ -26,8 +26,8 @@ def saver() -> Iterator[AsyncSaver]:
     saver.close()
 
 
-def content(state: dict[str, Any], step: int = 1, **files: bytes) -> Content:
-    return Content(state, files, Manifest(step=step, epoch=0, run_id="run", world_size=1, shard_size=1, files=()))
+def content(state: dict[str, Any], step: int = 1) -> Content:
+    return Content(state, lambda seat: {}, Manifest(step=step, epoch=0, run_id="run", world_size=1, shard_size=1, files=()))
 
 
 def load(path: Path, like: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Arguments: rank, number of ranks, port of the store, directory, first step.
 import os
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import TCPStore
 from lightning_ft.checkpoint.async_saver import AsyncSaver, Content
 from lightning_ft.checkpoint.layout import Manifest
 from lightning_ft.checkpoint.peers import StorePeers
+from lightning_ft.checkpoint.plan import Seat
 
 SHAPES = ((257, 129), (300, 300), (64,), (1000, 77), (3, 5, 7))
 
@@ -32,12 +34,16 @@ def main() -> None:
             tensor.fill_(step)
         state["optimizer_0"]["param_groups"][0]["lr"] = float(step)
         target = root / f"step={step:08d}.ckpt"
-        content = Content(state, {"meta.pt": b"%d" % step} if rank == 0 else {}, manifest(step, world_size))
+        content = Content(state, partial(files, step), manifest(step, world_size))
         save = saver.save(target, content, replaces=previous, may_change=lambda name, tensor: name.endswith("w2"))
         if step % 3 == 0:  # the others overlap with what comes next
             save.wait()
             os.write(1, b"%d\n" % step)
         previous = [target]
+
+
+def files(step: int, seat: Seat) -> dict[str, bytes]:
+    return {"meta.pt": b"%d" % step} if seat.rank == 0 else {}
 
 
 def manifest(step: int, world_size: int) -> Manifest:

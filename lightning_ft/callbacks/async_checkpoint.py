@@ -1,0 +1,360 @@
+"""A ModelCheckpoint that does not keep the training waiting, and whose checkpoints are there whole or not at all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from weakref import proxy
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_ft.callbacks.resumable_checkpoint import ResumableCheckpoint
+from lightning_ft.checkpoint.async_saver import AsyncSaver, PendingSave
+from lightning_ft.checkpoint.snapshot import Fence
+from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
+from lightning_ft.errors import CheckpointNotCommittedError
+from lightning_ft.trainer.checkpoint_content import content_of
+from lightning_ft.trainer.saving_peers import agree_on_run_id, peers_of
+
+log = logging.getLogger(__name__)
+
+_PATIENCE_AFTER_AN_EXCEPTION = timedelta(seconds=20)
+
+
+@dataclass
+class _Save:
+    """A save that was begun, and what the bookkeeping was before, in case it fails."""
+
+    pending: PendingSave
+    filepath: str
+    is_last: bool
+    replaced: list[str]
+    best_k_models: dict[str, Tensor] = field(default_factory=dict)
+    best_model_path: str = ""
+    last_model_path: str = ""
+    taken_back: bool = False
+
+
+class AsyncCheckpoint(ResumableCheckpoint):
+    """Saves checkpoints while the training goes on; one that was not committed as a whole does not exist.
+
+    It has all options of ``ModelCheckpoint``. A checkpoint is a directory, which keeps the name that they give it.
+    Parameters and optimizer state are copied to memory under the next forward and backward pass, and optimizers wait for
+    the copy; a process of its own writes it. Ranks with equal state divide the writing. Older checkpoints are removed only
+    once the one that replaces them is there.
+
+    Args:
+        dirpath: Directory to save in.
+        filename: Name of the checkpoints.
+        on_save_error: ``"warn"``: a save that failed is told once, and the training goes on; ``"raise"``: it ends when the
+            next one begins, or the fit ends.
+        max_pending: How many saves may be under way; so many copies of the state are held in memory. One more waits.
+        timeout: Seconds after which a save is given up that some rank has not written.
+        kwargs: The other options of ``ModelCheckpoint``, and ``resume="auto"``: a fit without ``ckpt_path`` resumes from the
+            newest intact checkpoint in ``dirpath``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example::
+
+        Trainer(callbacks=[AsyncCheckpoint(every_n_train_steps=100)])
+
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        *,
+        on_save_error: Literal["warn", "raise"] = "warn",
+        max_pending: int = 1,
+        timeout: float = 1800.0,
+        **kwargs: Any,
+    ) -> None:
+        self._saver: AsyncSaver | None = None
+        super().__init__(dirpath, filename, **kwargs)
+        name = type(self).__name__
+        check_choice(name, "on_save_error", on_save_error, ("warn", "raise"))
+        check_count(name, "max_pending", max_pending, least=1)
+        check_seconds(name, "timeout", timeout)
+        self.on_save_error = on_save_error
+        self.max_pending = max_pending
+        self.timeout = timeout
+        self._trainer: Trainer | None = None
+        self._run_id = ""
+        self._fence: Fence | None = None
+        self._saves: deque[_Save] = deque()
+        self._newest: str | None = None
+        self._is_last = False
+        self._retry: set[Literal["last", "top_k"]] = set()
+        self._seen_changes: int | None = None
+        self._before: tuple[dict[str, Tensor], str, str] = ({}, "", "")
+
+    def wait_for_copy(self) -> None:
+        """Return once parameters and optimizer state may change; only needed before changes that no optimizer makes."""
+        if self._saver is not None:
+            self._saver.wait_for_copy()
+
+    @override
+    def finish_saves(self) -> None:
+        """Return once every save that was begun is there, or has failed."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def before_hand_out(self) -> None:
+        """Make sure that this callback's state, which a joining rank is about to get, names no checkpoint that failed."""
+        self.finish_saves()
+        for save in self._saves:
+            self._take_back(save)
+
+    # Hooks.
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._trainer = trainer
+        if stage == TrainerFn.FITTING and not self._run_id:
+            self._run_id = agree_on_run_id(trainer)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self._close_fence()
+        self._fence = Fence(trainer.optimizers, self.wait_for_copy)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        changes = getattr(trainer.strategy, "num_changes", None)
+        if changes != self._seen_changes:
+            self._seen_changes = changes
+            self._settle(0)
+            self._save_again(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.wait_for_copy()  # other callbacks put other weights in place for it
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self.wait_for_copy()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_end(trainer, pl_module)
+        self._settle(0)
+        while self._seen_changes is not None and self._save_again(trainer):
+            self._settle(0)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self._saver is not None:
+            with suppress(TimeoutError):
+                self._saver.wait(_PATIENCE_AFTER_AN_EXCEPTION)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close_fence()
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+        self._saves.clear()
+
+    def _close_fence(self) -> None:
+        if self._fence is not None:
+            self._fence.close()
+            self._fence = None
+
+    # Saving.
+
+    @override
+    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        self._begin(is_last=False)
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+
+    @override
+    def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if self.save_last and self.save_last != "link":
+            self._begin(is_last=True)
+        super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    def _begin(self, *, is_last: bool) -> None:
+        """Make room for a save, before the bookkeeping of the next one begins."""
+        self._is_last = is_last
+        if self._twin() is None:
+            self._settle(self.max_pending - 1)
+        self._before = dict(self.best_k_models), self.best_model_path, self.last_model_path
+
+    @override
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Collective. Begin to save."""
+        twin = self._twin()
+        if twin is None:
+            self._settle(self.max_pending - 1)
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+        content, may_change = content_of(trainer, checkpoint, self._run_id)
+        replaced = self._replaced_by(trainer, filepath)
+        saver = self._saver = self._saver or self._make_saver(trainer)
+        paths = [Path(path) for path in replaced]
+        pending = saver.save(filepath, content, replaces=paths, may_change=may_change, twin_of=twin)
+        self._saves.append(_Save(pending, filepath, self._is_last, replaced, *self._before))
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        if hasattr(trainer.lightning_module, "saved_models"):  # for which ModelCheckpoint changes weights meanwhile
+            self.wait_for_copy()
+
+    def _twin(self) -> PendingSave | None:
+        """Return a save of this very state: the one before that of ``last``."""
+        if not (self._is_last and self._saves and self._trainer is not None):
+            return None
+        pending = self._saves[-1].pending
+        return pending if pending.step == self._trainer.global_step and not pending.is_twin else None
+
+    def _make_saver(self, trainer: Trainer) -> AsyncSaver:
+        peers = peers_of(trainer, self._run_id)
+        timeout = timedelta(seconds=self.timeout)
+        return AsyncSaver(peers, timeout=timeout, max_pending=self.max_pending, on_settled=self._tell)
+
+    def _replaced_by(self, trainer: Trainer, filepath: str) -> list[str]:
+        """Return what ModelCheckpoint is going to remove after the save that begins."""
+        best_k_models, best_model_path, last_model_path = self._before
+        if self._is_last:
+            paths = [last_model_path]
+        elif self.monitor is not None:
+            paths = [path for path in best_k_models if path not in self.best_k_models]
+        else:
+            paths = [best_model_path] if self.save_top_k == 1 else []
+        return [path for path in paths if path and self._should_remove_checkpoint(trainer, path, filepath)]
+
+    @override
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Leave it to the commit of the save that replaces it."""
+        if not (self._saves and filepath in self._saves[-1].replaced):
+            super()._remove_checkpoint(trainer, filepath)
+
+    @override
+    def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
+        """Collective. Whether there is such a checkpoint, or will be."""
+        begun = any(
+            os.fspath(filepath) == save.filepath and not (save.pending.done and save.pending.error)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, AsyncCheckpoint)
+            for save in callback._saves
+        )
+        there = trainer.is_global_zero and (begun or self._fs.exists(filepath))
+        return trainer.strategy.reduce_boolean_decision(there, all=False)
+
+    def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+        """Link to a checkpoint once it is there."""
+        if not trainer.is_global_zero:
+            return
+        if self._saves and self._saves[-1].filepath == filepath:
+            self._saves[-1].pending.then(lambda: _link(filepath, linkpath))
+        elif os.path.lexists(filepath):
+            _link(filepath, linkpath)
+
+    def _save_again(self, trainer: Trainer) -> bool:
+        """Collective. Save what deaths of ranks kept from being saved, of the step that it is now; return whether."""
+        kinds = trainer.strategy.broadcast(sorted(self._retry))
+        self._retry.clear()
+        if not kinds or self._should_skip_saving_checkpoint(trainer):
+            return False
+        candidates = self._monitor_candidates(trainer)
+        if "top_k" in kinds:
+            self._save_topk_checkpoint(trainer, candidates)
+        if "last" in kinds:
+            self._save_last_checkpoint(trainer, candidates)
+        return True
+
+    # What became of saves.
+
+    def _tell(self, save: PendingSave) -> None:
+        """Say at once, in the thread of the save, that it failed."""
+        if save.error is None:
+            self._newest = str(save.target)
+            return
+        if isinstance(save.error, CheckpointNotCommittedError):
+            step, reason, because_of_death, _ = save.error.args
+            save.error = CheckpointNotCommittedError(step, reason, because_of_death, self._newest)
+        if self._trainer is not None and self._trainer.is_global_zero and self.on_save_error == "warn":
+            log.warning("%s", save.error)
+
+    def _settle(self, num_left: int) -> None:
+        """Wait for all but the newest saves, and take those that failed out of the bookkeeping; all ranks alike."""
+        while self._saves and (sum(not save.pending.is_twin for save in self._saves) > num_left or not num_left):
+            save = self._saves.popleft()
+            try:
+                save.pending.wait()
+            except CheckpointNotCommittedError as error:
+                self._take_back(save)
+                if self._seen_changes is not None and error.because_of_death:
+                    self._retry.add("last" if save.is_last else "top_k")
+                elif self.on_save_error == "raise":
+                    raise
+            else:
+                self._report(save)
+
+    def _report(self, save: _Save) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        if trainer.is_global_zero:
+            metrics = {
+                "ft/checkpoint_write_s": save.pending.write_seconds,
+                "ft/checkpoint_stall_ms": 1e3 * save.pending.stall_seconds,
+            }
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=save.pending.step)
+                logger.after_save_checkpoint(proxy(self))
+
+    def _take_back(self, save: _Save) -> None:
+        """Have the bookkeeping forget a checkpoint that does not exist, and know again those that it was to replace."""
+        if save.taken_back or save.pending.error is None:
+            return
+        save.taken_back = True
+        path = save.filepath
+        for old in save.replaced:
+            if old in save.best_k_models:
+                self.best_k_models[old] = save.best_k_models[old]
+        self.best_k_models.pop(path, None)
+        if self.best_k_models:
+            best, worst = (min, max) if self.mode == "min" else (max, min)
+            score = self.best_k_models.__getitem__
+            self.kth_best_model_path = worst(self.best_k_models, key=score)
+            self.kth_value = score(self.kth_best_model_path)
+            self.best_model_path = best(self.best_k_models, key=score)
+            self.best_model_score = score(self.best_model_path)
+        elif self.best_model_path == path:
+            self.best_model_path = save.best_model_path
+            self.kth_best_model_path = ""
+        if self.last_model_path == path:
+            self.last_model_path = save.last_model_path
+        if self._last_checkpoint_saved == path:
+            self._last_checkpoint_saved = ""
+            self._last_global_step_saved = 0
+
+
+def _link(filepath: str, linkpath: str) -> None:
+    if os.path.abspath(filepath) == os.path.abspath(linkpath):
+        return
+    temporary = f"{linkpath}.link"
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)
+    os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), temporary)
+    if os.path.isdir(linkpath) and not os.path.islink(linkpath):
+        shutil.rmtree(linkpath)
+    os.replace(temporary, linkpath)

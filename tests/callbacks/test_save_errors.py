@@ -1,0 +1,141 @@
+"""Storage that fails or is slow, in trainings within this process."""
+
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
+from lightning_ft.checkpoint.reader import check
+from lightning_ft.errors import CheckpointNotCommittedError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore::FutureWarning")
+
+
+class Regression(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.layer(batch[0]).square().mean()
+        self.log("score", float(batch_idx % 4))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class At(Callback):
+    """Does something before given batches; what is there then is noted."""
+
+    def __init__(self, saver: AsyncCheckpoint, actions: dict[int, Callable[[int], None]]) -> None:
+        self.saver, self.actions = saver, actions
+        self.there: list[list[str]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        root = Path(str(self.saver.dirpath))
+        self.there.append(names(root) if root.is_dir() else [])
+        if batch_idx in self.actions:
+            assert self.saver._saver is not None
+            if batch_idx < 5:
+                self.saver.finish_saves()
+            pid = self.saver._saver.writer.pid
+            assert pid is not None
+            self.actions[batch_idx](pid)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) if root.exists() else []
+
+
+def limit(size: int) -> Callable[[int], None]:
+    return lambda pid: resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def fit(saver: AsyncCheckpoint, root: Path, actions: dict[int, Callable[[int], None]], num_steps: int = 6) -> At:
+    at = At(saver, actions)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=num_steps,
+        callbacks=[at, saver],
+        default_root_dir=root,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Regression(), DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4))
+    return at
+
+
+def test_a_save_that_finds_the_disk_full_is_told_once_and_costs_no_older_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = AsyncCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_last=True)
+    fit(saver, tmp_path, {2: limit(2048), 4: limit(resource.RLIM_INFINITY)})
+    told = [record.getMessage() for record in caplog.records if "was not committed" in record.getMessage()]
+    for step in (3, 4):
+        about = [line for line in told if f"The checkpoint of step {step} was not committed: rank 0 failed" in line]
+        assert len(about) == 2  # of the checkpoint, and of `last`
+        assert "Still intact: " in about[0]
+    assert len(told) == 4
+    assert names(tmp_path / "saved") == ["last.ckpt", "step=6.ckpt"]
+    assert Path(saver.best_model_path).name == "step=6.ckpt"
+    check(saver.best_model_path)
+    assert [path.name for path in (tmp_path / "saved").iterdir() if path.name.startswith(".")] == []
+
+
+def test_the_best_that_could_not_be_saved_is_not_the_best(tmp_path: Path) -> None:
+    saver = AsyncCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, monitor="score", mode="max", save_top_k=2)
+    fit(saver, tmp_path, {2: limit(2048)}, num_steps=4)
+    assert names(tmp_path / "saved") == ["step=1.ckpt", "step=2.ckpt"]
+    assert {Path(path).name: float(score) for path, score in saver.best_k_models.items()} == {
+        "step=1.ckpt": 0.0,
+        "step=2.ckpt": 1.0,
+    }
+    assert Path(saver.best_model_path).name == "step=2.ckpt"
+    assert float(saver.best_model_score or 0) == 1.0
+    assert Path(saver.kth_best_model_path).name == "step=1.ckpt"
+
+
+def test_a_failed_save_ends_the_training_if_asked_to(tmp_path: Path) -> None:
+    saver = AsyncCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, on_save_error="raise")
+    with pytest.raises(
+        CheckpointNotCommittedError, match=r"step 3 was not committed: .*file too large.* Still intact: .*step=2"
+    ):
+        fit(saver, tmp_path, {2: limit(2048)})
+    assert names(tmp_path / "saved") == ["step=2.ckpt"]
+
+
+def test_a_slow_disk_never_leaves_less_than_what_was_there(tmp_path: Path) -> None:
+    saver = AsyncCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=2, save_top_k=1)
+    at = fit(saver, tmp_path, {2: lambda pid: os.kill(pid, signal.SIGSTOP), 5: lambda pid: os.kill(pid, signal.SIGCONT)})
+    assert at.there[5] == ["step=2.ckpt"]  # step 4 is on its way since two batches
+    assert names(tmp_path / "saved") == ["step=6.ckpt"]
+
+
+def test_a_directory_that_cannot_be_made_or_is_gone_fails_the_save_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver = AsyncCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1)
+
+    def block(pid: int) -> None:
+        os.rename(tmp_path / "saved", tmp_path / "moved")
+        (tmp_path / "saved").write_text("no directory")
+
+    def unblock(pid: int) -> None:
+        (tmp_path / "saved").unlink()
+
+    fit(saver, tmp_path, {2: block, 3: unblock}, num_steps=5)
+    assert names(tmp_path / "moved") == ["step=1.ckpt", "step=2.ckpt"]
+    assert names(tmp_path / "saved") == ["step=4.ckpt", "step=5.ckpt"]
+    assert "step 3 was not committed: rank 0 failed (not a directory: " in caplog.text
