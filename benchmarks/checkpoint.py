@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from lightning_ft.checkpoint._torch_compat import default_store
-from lightning_ft.checkpoint.async_saver import AsyncSaver, Content
+from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.layout import Manifest
 from lightning_ft.checkpoint.peers import StorePeers
+from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.snapshot import Fence
 from lightning_ft.checkpoint.writer_process import sync_directory
 from lightning_ft.testing.processes import descendants

@@ -19,7 +19,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ft.callbacks.resumable_checkpoint import ResumableCheckpoint
-from lightning_ft.checkpoint.async_saver import AsyncSaver, PendingSave
+from lightning_ft.checkpoint.async_saver import AsyncSaver
+from lightning_ft.checkpoint.pending_save import PendingSave
 from lightning_ft.checkpoint.snapshot import Fence
 from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
 from lightning_ft.errors import CheckpointNotCommittedError
@@ -162,10 +163,16 @@ class AsyncCheckpoint(ResumableCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
+        try:
+            self._wait_a_little()
+            super().on_exception(trainer, pl_module, exception)
+            self._wait_a_little()
+        except TimeoutError as error:  # of other ranks, perhaps, which are not there any more
+            log.warning("%s", error)
+
+    def _wait_a_little(self) -> None:
         if self._saver is not None:
-            with suppress(TimeoutError):
-                self._saver.wait(_PATIENCE_AFTER_AN_EXCEPTION)
+            self._saver.wait(_PATIENCE_AFTER_AN_EXCEPTION)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -29,8 +29,8 @@ class Roll:
 class Peers(Protocol):
     """The ranks that save together. All methods but :meth:`enroll` may be called from any thread, and return at once."""
 
-    def enroll(self) -> Roll:
-        """Collective, though not all implementations wait. Agree on who takes part in the next save."""
+    def enroll(self) -> Roll | None:
+        """Collective, though not all implementations wait. Agree on who takes part in the next save; None: not this rank."""
 
     def post(self, key: str, value: bytes) -> None:
         """Let the others see a value."""
@@ -84,7 +84,7 @@ class StorePeers:
         self._run_id = run_id
         self._count = 0
 
-    def enroll(self) -> Roll:
+    def enroll(self) -> Roll | None:
         self._count += 1
         return Roll(f"{self._run_id}-{self._count}", self._seat)
 

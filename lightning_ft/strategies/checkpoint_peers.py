@@ -31,11 +31,11 @@ class ElasticPeers(StorePeers):
         self._engine = engine
         self._collectives = collectives
 
-    def enroll(self) -> Roll:
-        """Collective. Take part with all who live."""
+    def enroll(self) -> Roll | None:
+        """Collective. Take part with all who live; after an exception that ended the training, only rank 0 saves."""
         engine = self._engine
         if engine.alone:
-            return Roll(secrets.token_hex(6), Seat(0, 1))
+            return None if engine.rank > 0 else Roll(secrets.token_hex(6), Seat(0, 1))
         live = engine.live()
         processes = tuple((slot, live.get(slot, -1)) for slot in engine.members)
         token, processes = self._collectives.broadcast_object((secrets.token_hex(6), processes))

@@ -52,6 +52,7 @@ from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.steps import TrainingSteps
 from lightning_ft.strategies.training_data import TrainingData
 from lightning_ft.supervision.other_launchers import other_launcher
+from lightning_ft.trainer.saved_directory import save_directory, wants_directory
 from lightning_ft.trainer.verified_resume import VerifiedResume
 
 _REDUCE_OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
@@ -473,7 +474,15 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Collective. Rank 0 writes, whole or not at all; if it dies in it, the next rank 0 writes."""
+        """Collective. Rank 0 writes, whole or not at all; if it dies in it, the next rank 0 writes.
+
+        A path that ends with ``/``, or is a directory, becomes a directory that all ranks write, as `AsyncCheckpoint` does.
+        """
+        if wants_directory(filepath):
+            assert self.lightning_module is not None
+            with self.engine.activity.during("checkpoint"):
+                save_directory(self.lightning_module.trainer, checkpoint, filepath, self.checkpoint_peers())
+            return
         written = False
         while not written:
             if self.is_global_zero:

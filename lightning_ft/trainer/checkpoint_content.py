@@ -13,9 +13,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_ft.checkpoint.async_saver import Content
 from lightning_ft.checkpoint.layout import META, Manifest, rank_section_name
 from lightning_ft.checkpoint.lightning_dict import split
+from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.plan import Seat, local
 from lightning_ft.checkpoint.rank_section import section_bytes
 from lightning_ft.errors import UnsupportedStateError

@@ -10,9 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lightning_ft.checkpoint.async_saver import AsyncSaver, Content
+from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.layout import Manifest
 from lightning_ft.checkpoint.peers import SoloPeers
+from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.snapshot import Fence, Snapshot, TornSnapshotError
 from lightning_ft.errors import CheckpointNotCommittedError
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from lightning_ft.checkpoint.async_saver import AsyncSaver, Content
+from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.layout import Manifest
 from lightning_ft.checkpoint.peers import StorePeers
+from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.plan import Seat
 
 SHAPES = ((257, 129), (300, 300), (64,), (1000, 77), (3, 5, 7))
