@@ -15,6 +15,7 @@ from weakref import proxy
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
@@ -66,6 +67,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
 
     Raises:
         ValueError: If an argument is out of range.
+        MisconfigurationException: If ``dirpath`` is the address of a store that is no file system.
 
     Example::
 
@@ -97,6 +99,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
         self._fence: Fence | None = None
         self._saves: deque[_Save] = deque()
         self._newest: str | None = None
+        self._told = (-1, "")
         self._is_last = False
         self._retry: set[Literal["last", "top_k"]] = set()
         self._seen_changes: int | None = None
@@ -124,6 +127,11 @@ class AsyncCheckpoint(ResumableCheckpoint):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        if "://" in str(self.dirpath):
+            raise MisconfigurationException(
+                f"`{type(self).__name__}` writes to file systems, and `{self.dirpath}` is none. Use a `dirpath` on a disk,"
+                " or `ModelCheckpoint`."
+            )
         self._trainer = trainer
         if stage == TrainerFn.FITTING and not self._run_id:
             self._run_id = agree_on_run_id(trainer)
@@ -298,6 +306,9 @@ class AsyncCheckpoint(ResumableCheckpoint):
         if isinstance(save.error, CheckpointNotCommittedError):
             step, reason, because_of_death, _ = save.error.args
             save.error = CheckpointNotCommittedError(step, reason, because_of_death, self._newest)
+            if save.is_twin and (step, reason) == self._told:
+                return
+            self._told = (step, reason)
         if self._trainer is not None and self._trainer.is_global_zero and self.on_save_error == "warn":
             log.warning("%s", save.error)
 

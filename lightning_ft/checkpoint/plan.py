@@ -118,9 +118,6 @@ def divide(flat: Flat, seat: Seat, differing: Collection[str] = ()) -> list[Entr
         seat: Of this rank.
         differing: Names of tensors that ranks need not have alike, such as buffers: they are those of the first one.
 
-    Raises:
-        ValueError: If a tensor waits for a reduction over a mesh.
-
     """
     groups: dict[tuple[int, int], list[Entry]] = defaultdict(list)
     records = {name: leaf for name, leaf in flat.leaves.items() if is_record(leaf)}
@@ -147,8 +144,6 @@ def _copy_of(name: str, tensor: Tensor, seat: Seat) -> tuple[int, int]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, f"{name} is on a mesh without this rank"
     for placement, position, size in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
-        if placement.is_partial():
-            raise ValueError(f"`{name}` can't be saved: its placement {placement} waits for a reduction. Reduce it before.")
         if isinstance(placement, Replicate):
             copy, num_copies = copy * size + position, num_copies * size
     return copy, num_copies

@@ -26,6 +26,7 @@ from lightning_ft.checkpoint.plan import Flat, divide, is_record, local
 from lightning_ft.checkpoint.snapshot import Snapshot
 from lightning_ft.checkpoint.writer import Writer
 from lightning_ft.checkpoint.writer_process import sync_directory, write_file
+from lightning_ft.errors import CheckpointNotCommittedError
 
 log = logging.getLogger(__name__)
 
@@ -135,6 +136,8 @@ class SaveTask:
         try:
             try:
                 self._save.post = self._write()
+            except CheckpointNotCommittedError:  # that this one was to share files with, as all ranks know
+                raise
             except Exception as failure:
                 self._save.post = Post(error=tell_os_error(failure))
             self._save.copied.set()

@@ -6,6 +6,7 @@ the training. Orders come over a socket, each with the memory that holds the fil
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
@@ -171,7 +172,8 @@ def main() -> None:
     """Serve the socket and the process that the arguments name."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.nice(10)
-    _Orders(socket.socket(fileno=descriptor), parent).serve()
+    with contextlib.suppress(ConnectionError):  # the trainer is gone
+        _Orders(socket.socket(fileno=descriptor), parent).serve()
 
 
 if __name__ == "__main__":
