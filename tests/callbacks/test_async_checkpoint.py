@@ -101,6 +101,9 @@ def test_under_strategies_with_several_ranks_they_divide_the_writing(run: Callab
     sizes = {file.path: file.size for file in manifest.files}
     assert min(sizes["__0_0.distcp"], sizes["__1_0.distcp"]) > 2000
     assert manifest.world_size == 2
+    if strategy == "FTStrategy":
+        saving.assert_each_is_what_was_saved("final")
+        assert saving.checkpoints("final") == ["end.ckpt"]
 
 
 def test_deaths_of_ranks_leave_whole_checkpoints_and_what_they_kept_from_being_saved_is_saved_again(
