@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_ft.callbacks.begun_save import BegunSave, link
 from lightning_ft.callbacks.resumable_checkpoint import ResumableCheckpoint
 from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.pending_save import PendingSave
@@ -31,20 +30,6 @@ from lightning_ft.trainer.saving_peers import agree_on_run_id, peers_of
 log = logging.getLogger(__name__)
 
 _PATIENCE_AFTER_AN_EXCEPTION = timedelta(seconds=20)
-
-
-@dataclass
-class _Save:
-    """A save that was begun, and what the bookkeeping was before, in case it fails."""
-
-    pending: PendingSave
-    filepath: str
-    is_last: bool
-    replaced: list[str]
-    best_k_models: dict[str, Tensor] = field(default_factory=dict)
-    best_model_path: str = ""
-    last_model_path: str = ""
-    taken_back: bool = False
 
 
 class AsyncCheckpoint(ResumableCheckpoint):
@@ -62,8 +47,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
             next one begins, or the fit ends.
         max_pending: How many saves may be under way; so many copies of the state are held in memory. One more waits.
         timeout: Seconds after which a save is given up that some rank has not written.
-        kwargs: The other options of ``ModelCheckpoint``, and ``resume="auto"``: a fit without ``ckpt_path`` resumes from the
-            newest intact checkpoint in ``dirpath``.
+        resume: ``"auto"``: a fit without ``ckpt_path`` resumes from the newest intact checkpoint in ``dirpath``.
+        kwargs: The other options of ``ModelCheckpoint``.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -83,10 +68,11 @@ class AsyncCheckpoint(ResumableCheckpoint):
         on_save_error: Literal["warn", "raise"] = "warn",
         max_pending: int = 1,
         timeout: float = 1800.0,
+        resume: Literal["auto"] | None = None,
         **kwargs: Any,
     ) -> None:
         self._saver: AsyncSaver | None = None
-        super().__init__(dirpath, filename, **kwargs)
+        super().__init__(dirpath, filename, resume=resume, **kwargs)
         name = type(self).__name__
         check_choice(name, "on_save_error", on_save_error, ("warn", "raise"))
         check_count(name, "max_pending", max_pending, least=1)
@@ -97,7 +83,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
         self._trainer: Trainer | None = None
         self._run_id = ""
         self._fence: Fence | None = None
-        self._saves: deque[_Save] = deque()
+        self._saves: deque[BegunSave] = deque()
         self._newest: str | None = None
         self._told = (-1, "")
         self._is_last = False
@@ -120,7 +106,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
         """Make sure that this callback's state, which a joining rank is about to get, names no checkpoint that failed."""
         self.finish_saves()
         for save in self._saves:
-            self._take_back(save)
+            save.take_back(self)
 
     # Hooks.
 
@@ -139,6 +125,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
+        self._seen_changes = None
         self._close_fence()
         self._fence = Fence(trainer.optimizers, self.wait_for_copy)
 
@@ -226,8 +213,9 @@ class AsyncCheckpoint(ResumableCheckpoint):
         replaced = self._replaced_by(trainer, filepath)
         saver = self._saver = self._saver or self._make_saver(trainer)
         paths = [Path(path) for path in replaced]
-        pending = saver.save(filepath, content, replaces=paths, may_change=may_change, twin_of=twin)
-        self._saves.append(_Save(pending, filepath, self._is_last, replaced, *self._before))
+        with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
+            pending = saver.save(filepath, content, replaces=paths, may_change=may_change, twin_of=twin)
+        self._saves.append(BegunSave(pending, filepath, self._is_last, replaced, *self._before))
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if hasattr(trainer.lightning_module, "saved_models"):  # for which ModelCheckpoint changes weights meanwhile
@@ -279,9 +267,9 @@ class AsyncCheckpoint(ResumableCheckpoint):
         if not trainer.is_global_zero:
             return
         if self._saves and self._saves[-1].filepath == filepath:
-            self._saves[-1].pending.then(lambda: _link(filepath, linkpath))
+            self._saves[-1].pending.then(lambda: link(filepath, linkpath))
         elif os.path.lexists(filepath):
-            _link(filepath, linkpath)
+            link(filepath, linkpath)
 
     def _save_again(self, trainer: Trainer) -> bool:
         """Collective. Save what deaths of ranks kept from being saved, of the step that it is now; return whether."""
@@ -317,9 +305,10 @@ class AsyncCheckpoint(ResumableCheckpoint):
         while self._saves and (sum(not save.pending.is_twin for save in self._saves) > num_left or not num_left):
             save = self._saves.popleft()
             try:
-                save.pending.wait()
+                with self._as_checkpointing():
+                    save.pending.wait()
             except CheckpointNotCommittedError as error:
-                self._take_back(save)
+                save.take_back(self)
                 if self._seen_changes is not None and error.because_of_death:
                     self._retry.add("last" if save.is_last else "top_k")
                 elif self.on_save_error == "raise":
@@ -327,7 +316,12 @@ class AsyncCheckpoint(ResumableCheckpoint):
             else:
                 self._report(save)
 
-    def _report(self, save: _Save) -> None:
+    def _as_checkpointing(self) -> AbstractContextManager[Any]:
+        """Have whoever watches for hangs know that this rank waits for storage."""
+        engine: Any = getattr(getattr(self._trainer, "strategy", None), "engine", None)
+        return nullcontext() if engine is None else engine.activity.during("checkpoint")
+
+    def _report(self, save: BegunSave) -> None:
         trainer = self._trainer
         assert trainer is not None
         if trainer.is_global_zero:
@@ -338,41 +332,3 @@ class AsyncCheckpoint(ResumableCheckpoint):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=save.pending.step)
                 logger.after_save_checkpoint(proxy(self))
-
-    def _take_back(self, save: _Save) -> None:
-        """Have the bookkeeping forget a checkpoint that does not exist, and know again those that it was to replace."""
-        if save.taken_back or save.pending.error is None:
-            return
-        save.taken_back = True
-        path = save.filepath
-        for old in save.replaced:
-            if old in save.best_k_models:
-                self.best_k_models[old] = save.best_k_models[old]
-        self.best_k_models.pop(path, None)
-        if self.best_k_models:
-            best, worst = (min, max) if self.mode == "min" else (max, min)
-            score = self.best_k_models.__getitem__
-            self.kth_best_model_path = worst(self.best_k_models, key=score)
-            self.kth_value = score(self.kth_best_model_path)
-            self.best_model_path = best(self.best_k_models, key=score)
-            self.best_model_score = score(self.best_model_path)
-        elif self.best_model_path == path:
-            self.best_model_path = save.best_model_path
-            self.kth_best_model_path = ""
-        if self.last_model_path == path:
-            self.last_model_path = save.last_model_path
-        if self._last_checkpoint_saved == path:
-            self._last_checkpoint_saved = ""
-            self._last_global_step_saved = 0
-
-
-def _link(filepath: str, linkpath: str) -> None:
-    if os.path.abspath(filepath) == os.path.abspath(linkpath):
-        return
-    temporary = f"{linkpath}.link"
-    with suppress(FileNotFoundError):
-        os.unlink(temporary)
-    os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), temporary)
-    if os.path.isdir(linkpath) and not os.path.islink(linkpath):
-        shutil.rmtree(linkpath)
-    os.replace(temporary, linkpath)

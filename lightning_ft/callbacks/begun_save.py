@@ -1,0 +1,75 @@
+"""A save that a checkpoint callback began, and what its bookkeeping was before, in case the save fails."""
+
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_ft.checkpoint.pending_save import PendingSave
+
+
+@dataclass
+class BegunSave:
+    """A save, and what ModelCheckpoint knew before it.
+
+    Args:
+        pending: The save.
+        filepath: Of the checkpoint.
+        is_last: Whether it is that of ``save_last``.
+        replaced: Checkpoints that go once it is there.
+        best_k_models: What there was.
+        best_model_path: Which was the best.
+        last_model_path: Which was the last.
+        taken_back: Whether the bookkeeping forgot it.
+
+    """
+
+    pending: PendingSave
+    filepath: str
+    is_last: bool
+    replaced: list[str]
+    best_k_models: dict[str, Tensor]
+    best_model_path: str
+    last_model_path: str
+    taken_back: bool = False
+
+    def take_back(self, callback: ModelCheckpoint) -> None:
+        """If it failed, have ``callback`` forget it, and know again the checkpoints that it was to replace."""
+        if self.taken_back or self.pending.error is None:
+            return
+        self.taken_back = True
+        for old in self.replaced:
+            if old in self.best_k_models:
+                callback.best_k_models[old] = self.best_k_models[old]
+        callback.best_k_models.pop(self.filepath, None)
+        if callback.best_k_models:
+            best, worst = (min, max) if callback.mode == "min" else (max, min)
+            score = callback.best_k_models.__getitem__
+            callback.kth_best_model_path = worst(callback.best_k_models, key=score)
+            callback.kth_value = score(callback.kth_best_model_path)
+            callback.best_model_path = best(callback.best_k_models, key=score)
+            callback.best_model_score = score(callback.best_model_path)
+        elif callback.best_model_path == self.filepath:
+            callback.best_model_path = self.best_model_path
+            callback.kth_best_model_path = ""
+        if callback.last_model_path == self.filepath:
+            callback.last_model_path = self.last_model_path
+        if callback._last_checkpoint_saved == self.filepath:
+            callback._last_checkpoint_saved = ""
+            callback._last_global_step_saved = 0
+
+
+def link(filepath: str, linkpath: str) -> None:
+    """Make ``linkpath`` a link to a checkpoint, in place of what is there."""
+    if os.path.abspath(filepath) == os.path.abspath(linkpath):
+        return
+    temporary = f"{linkpath}.link"
+    with suppress(FileNotFoundError):
+        os.unlink(temporary)
+    os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), temporary)
+    if os.path.isdir(linkpath) and not os.path.islink(linkpath):
+        shutil.rmtree(linkpath)
+    os.replace(temporary, linkpath)
