@@ -164,6 +164,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
             self._wait_a_little()
         except TimeoutError as error:  # of other ranks, perhaps, which are not there any more
             log.warning("%s", error)
+        finally:
+            self._close()  # there is no teardown after an exception
 
     def _wait_a_little(self) -> None:
         if self._saver is not None:
@@ -171,6 +173,9 @@ class AsyncCheckpoint(ResumableCheckpoint):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def _close(self) -> None:
         self._close_fence()
         if self._saver is not None:
             self._saver.close()

@@ -1,5 +1,6 @@
 """Storage that fails or is slow, in trainings within this process."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
 from lightning_ft.checkpoint.reader import check
 from lightning_ft.errors import CheckpointNotCommittedError
+from lightning_ft.testing.processes import children
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning", "ignore::FutureWarning")
 
@@ -55,6 +57,12 @@ class At(Callback):
 
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if not path.name.startswith(".")) if root.exists() else []
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 def limit(size: int) -> Callable[[int], None]:
@@ -114,6 +122,7 @@ def test_a_failed_save_ends_the_training_if_asked_to(tmp_path: Path) -> None:
     ):
         fit(saver, tmp_path, {2: limit(2048)})
     assert names(tmp_path / "saved") == ["step=2.ckpt"]
+    assert "writer_process" not in "".join(command_of(pid) for pid in children(os.getpid()))
 
 
 def test_a_slow_disk_never_leaves_less_than_what_was_there(tmp_path: Path) -> None:
