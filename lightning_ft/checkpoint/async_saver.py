@@ -46,7 +46,7 @@ class AsyncSaver:
         max_pending: int = 1,
         on_settled: Callable[[PendingSave], None] = lambda save: None,
     ) -> None:
-        self.writer = writer = Writer()
+        self.writer = writer = Writer(timeout)
         self.stall_seconds = 0.0
         """How long the training was kept waiting so far."""
         self._means = Means(peers, writer, ImagePool(writer), timeout, on_settled)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,14 @@ class Writer:
     """A process that writes images of files; started with the first order, and again if it died.
 
     Every method may be called from any thread; orders are carried out one after the other.
+
+    Args:
+        timeout: When a process that does not answer is given up.
+
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -102,6 +108,7 @@ class Writer:
                 script = str(Path(writer_process.__file__))
                 command = [sys.executable, script, str(theirs.fileno()), str(os.getpid())]
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            ours.settimeout(self._timeout)
             self._connection = ours
         return self._connection
 

@@ -2,6 +2,7 @@ import os
 import resource
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,18 @@ def test_a_writer_that_dies_or_cannot_write_fails_its_save_alone(saver: AsyncSav
         full.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.ckpt", "2.ckpt"]
     assert len(os.listdir(f"/proc/{saver.writer.pid}/fd")) < 10
+
+
+def test_a_writer_that_stands_still_is_given_up(tmp_path: Path) -> None:
+    saver = AsyncSaver(SoloPeers(), timeout=timedelta(seconds=1))
+    try:
+        saver.save(tmp_path / "0.ckpt", content({"w": torch.randn(100)})).wait()
+        pid = saver.writer.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        stopped = saver.save(tmp_path / "1.ckpt", content({"w": torch.randn(100)}))
+        with pytest.raises(CheckpointNotCommittedError, match=r"rank 0 failed \(ConnectionError: .* is gone: timed out\)"):
+            stopped.wait()
+        assert not Path(f"/proc/{pid}").exists()
+    finally:
+        saver.close()
