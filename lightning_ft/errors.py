@@ -295,3 +295,26 @@ class CheckpointNotCommittedError(FaultToleranceError, RuntimeError):
     def __str__(self) -> str:
         intact = f"Still intact: {self.intact}." if self.intact else "There is no earlier one of this run."
         return f"The checkpoint of step {self.step} was not committed: {self.reason}. {intact}"
+
+
+class GatheredParametersError(FaultToleranceError, RuntimeError):
+    """A method used parameters of a sharded module that are not gathered in it.
+
+    Args:
+        method: Its name.
+        operation: What it did with it.
+
+    """
+
+    def __init__(self, method: str, operation: str) -> None:
+        self.method = method
+        self.operation = operation
+        super().__init__(method, operation)
+
+    def __str__(self) -> str:
+        return (
+            f"`{self.method}` used a parameter of a sharded module ({self.operation}) outside of the forward pass of the"
+            " submodule that it belongs to. Expected it to call that submodule. Or shard the module as a whole, with"
+            " `FTStrategy(sharding=ShardingOptions(units=[]))`; in manual optimization, where that is not possible, use"
+            " `FTStrategy(shard_size=1)`."
+        )

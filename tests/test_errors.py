@@ -17,6 +17,7 @@ SAMPLES = [
     (errors.StoppedError("two slots failed"), RuntimeError, "two slots failed"),
     (errors.SupervisorLostError("its connection closed"), ConnectionError, "its connection closed"),
     (errors.UnsupportedStateError("callbacks['A']", "it is an object", "Leave it out."), TypeError, "callbacks['A']"),
+    (errors.GatheredParametersError("training_step", "aten.mul"), RuntimeError, "`training_step` used a parameter"),
     (errors.UnusedParametersError(["net.0.bias"]), RuntimeError, "no gradient of net.0.bias"),
     (
         errors.StateUnavailableError(1, "Traceback\n  line 3\nKeyError: 'x'\n"),

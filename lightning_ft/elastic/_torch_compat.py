@@ -4,7 +4,7 @@ A torch release that renames one of them fails here, with its name, and not in t
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +15,13 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional
 
 __all__ = [
+    "GLOO_NAMES",
+    "SHARD_GROUP_NAME",
     "connect_store",
     "create_gloo_group",
     "install_default_group",
+    "install_shard_group",
+    "number_shard_group",
     "self_test",
     "uninstall_default_group",
 ]
@@ -29,6 +33,7 @@ _REQUIRED: tuple[tuple[Any, str], ...] = (
     (c10d._World, "pg_names"),
     (c10d._World, "pg_group_ranks"),
     (c10d._World, "pg_backend_config"),
+    (torch._C._distributed_c10d, "_register_process_group"),
     (torch._C._distributed_c10d, "ProcessGroup"),
     (functional, "_AllGather"),
 )
@@ -44,6 +49,13 @@ if _missing:
     )
 
 DEFAULT_GROUP_NAME = "lightning_ft"
+SHARD_GROUP_NAME = "lightning_ft_shard"
+GLOO_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+"""What gloo calls the collectives to which torch has given new names."""
 
 
 def connect_store(host: str, port: int, timeout: timedelta) -> Store:
@@ -83,6 +95,19 @@ def install_default_group(group: ProcessGroup, store: Store, num_slots: int) -> 
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(num_slots)}
     c10d._world.pg_backend_config[group] = "cpu:gloo"
     c10d._update_default_pg(group)
+
+
+def install_shard_group(group: ProcessGroup) -> None:
+    """Let ``torch.distributed`` find ``group`` by its name and as the group of a device mesh."""
+    c10d._world.pg_map[group] = ("gloo", None)  # type: ignore[assignment]  # no store: it would break with the first death
+    c10d._world.pg_names[group] = SHARD_GROUP_NAME  # type: ignore[assignment]
+    c10d._world.pg_backend_config[group] = "cpu:gloo"
+    torch._C._distributed_c10d._register_process_group(SHARD_GROUP_NAME, group)  # type: ignore[arg-type]
+
+
+def number_shard_group(group: ProcessGroup, ranks: Sequence[int]) -> None:
+    """Say which global ranks the shards of ``group`` are, in their order; they change whenever a rank is gone."""
+    c10d._world.pg_group_ranks[group] = {rank: shard for shard, rank in enumerate(ranks)}
 
 
 def uninstall_default_group(group: ProcessGroup) -> None:

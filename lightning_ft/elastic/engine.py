@@ -7,6 +7,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.exchange import Exchange, Interrupted, PendingExchange, pack_header
+from lightning_ft.elastic.replica import Replica
+from lightning_ft.elastic.shard_group import ShardGroup
 
 Result = TypeVar("Result")
 
@@ -45,6 +47,14 @@ class Engine(Protocol):
     num_slots: int
     on_change: Callable[[Change], None]
     activity: Activity
+
+    @property
+    def replica(self) -> Replica:
+        """The replica that this process is part of, or will be."""
+
+    @property
+    def shard_group(self) -> ShardGroup:
+        """The process group of the replica: the same object, whatever becomes of the replica."""
 
     @property
     def rank(self) -> int:
@@ -88,8 +98,31 @@ class Engine(Protocol):
         size: int = 0,
         inline: bytes = b"",
         opened: PendingExchange | None = None,
+        voted: bool = False,
     ) -> Result:
-        """Collective. Run the next operation, again among the survivors whenever a rank dies in it."""
+        """Collective. Run the next operation, again among the survivors whenever a rank dies in it.
+
+        Args:
+            label: Names it.
+            body: What it does, without collectives of the replica's group.
+            size: Bytes of its data, if that is the same on all ranks.
+            inline: Travels with the headers.
+            opened: What :meth:`open` returned for it.
+            voted: Its results differ between the ranks of a replica. Nobody completes it before all have theirs.
+
+        Raises:
+            ReplicaLost: If this rank's replica is not whole any more.
+
+        """
+
+    def regroup(self) -> None:
+        """Collective. After :class:`ReplicaLost`: return once this rank is part of a replica again.
+
+        That stands before the operation which the others are in, unless :attr:`completed` changed.
+        """
+
+    def retire(self) -> NoReturn:
+        """After :class:`ReplicaLost`: have this process started again, since it can't go on from where it stands."""
 
     def begin_call(self, fn: str) -> str:
         """Collective. Enter the next Trainer call: ``"start"``, ``"join"`` or ``"skip"``."""
@@ -153,9 +186,15 @@ class SoloEngine:
     join_wanted = False
     hold = False
 
+    replica = Replica(0, 0, (0,), 1)
+
     def __init__(self) -> None:
         self.on_change: Callable[[Change], None] = lambda change: None
         self.activity = Activity()
+
+    @property
+    def shard_group(self) -> ShardGroup:
+        raise RuntimeError("A job of one process has nothing to divide among ranks.")
 
     def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
         return PendingExchange(None, 0, 1, pack_header(0, size, label, inline))
@@ -168,8 +207,15 @@ class SoloEngine:
         size: int = 0,
         inline: bytes = b"",
         opened: PendingExchange | None = None,
+        voted: bool = False,
     ) -> Result:
         return body((opened or self.open(label, size=size, inline=inline)).wait())
+
+    def regroup(self) -> None:
+        raise RuntimeError("The replica of a job of one process can't be lost without it.")
+
+    def retire(self) -> NoReturn:
+        raise RuntimeError("A job of one process has nobody to start it again.")
 
     def begin_call(self, fn: str) -> str:
         return "start"

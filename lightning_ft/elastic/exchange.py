@@ -77,11 +77,23 @@ class Exchange:
         rank: This rank.
         size: Number of ranks.
         inline: Every rank's payload, in rank order.
+        replicate: Connects those who hold the same shard as this rank, one of each replica; None if there is one replica.
+        num_replicas: How many replicas there are.
 
     """
 
-    def __init__(self, group: Group | None, rank: int, size: int, inline: list[bytes]) -> None:
+    def __init__(
+        self,
+        group: Group | None,
+        rank: int,
+        size: int,
+        inline: list[bytes],
+        replicate: Group | None = None,
+        num_replicas: int = 1,
+    ) -> None:
         self.group = group
+        self.replicate = replicate
+        self.num_replicas = num_replicas
         self.rank = rank
         self.size = size
         self.inline = inline
@@ -117,11 +129,22 @@ class PendingExchange:
         rank: This rank.
         size: Number of ranks.
         header: This rank's header.
+        replicate: As in the exchange that comes of it.
+        num_replicas: As in the exchange that comes of it.
 
     """
 
-    def __init__(self, group: Group | None, rank: int, size: int, header: Tensor) -> None:
+    def __init__(
+        self,
+        group: Group | None,
+        rank: int,
+        size: int,
+        header: Tensor,
+        replicate: Group | None = None,
+        num_replicas: int = 1,
+    ) -> None:
         self.group, self.size = group, size
+        self.replicate, self.num_replicas = replicate, num_replicas
         self.withdrawn = False
         """Whether another operation came first: this one will be opened anew."""
         self._rank = rank
@@ -154,7 +177,7 @@ class PendingExchange:
             if self._work is not None:
                 self._work.wait()
             inline = check_headers([header.numpy().tobytes() for header in self._headers])
-            self._done = Exchange(self.group, self._rank, self.size, inline)
+            self._done = Exchange(self.group, self._rank, self.size, inline, self.replicate, self.num_replicas)
         return self._done
 
 

@@ -47,15 +47,30 @@ class Group(Protocol):
     def broadcast(self, tensors: list[Tensor], opts: Any = ...) -> Work:
         """Broadcast in place."""
 
+    def start(self, collective: str, *args: Any) -> Work:
+        """Start any collective, by its name; the last argument are its options."""
+
 
 class Groups(Protocol):
-    """Makes one group a generation, and breaks it off."""
+    """Makes the groups of generations and of replicas, and breaks them off."""
 
-    def create(self, rank: int, size: int, vigil: Vigil) -> Group:
-        """Connect the members of a generation, and wait in it as ``vigil`` says."""
+    def create(self, rank: int, size: int, vigil: Vigil, *, name: str = "", waits: Vigil | None = None) -> Group:
+        """Connect the members of a generation, or some of them.
+
+        Args:
+            rank: Position of this rank among them.
+            size: How many they are.
+            vigil: How to wait in it.
+            name: Which part of the members it is, if not all of them.
+            waits: How to wait once it is connected, in a group that outlives the generation; it is a replica's.
+
+        """
 
     def interrupt(self, generation: int) -> None:
         """Make whatever waits inside ``generation`` in this process raise soon; called from another thread."""
+
+    def interrupt_replica(self, generation: int) -> None:
+        """The same for the group of a replica that was made in ``generation``."""
 
     def retire(self, group: Group) -> None:
         """Let go of an interrupted group without waiting for what is left in it."""
@@ -78,8 +93,8 @@ class GlooGroups:
         self._port = port
         self._retired: list[GlooGroup] = []
 
-    def create(self, rank: int, size: int, vigil: Vigil) -> "GlooGroup":
-        """Connect the members of a generation."""
+    def create(self, rank: int, size: int, vigil: Vigil, *, name: str = "", waits: Vigil | None = None) -> "GlooGroup":
+        """Connect the members of a generation, or some of them."""
         # In a thread that can be left behind: a peer that dies between "go" and its own set-up leaves the others waiting
         # for its address or its connection, and nothing wakes them up before gloo's own timeout.
         connected: Future[ProcessGroup] = Future()
@@ -87,8 +102,9 @@ class GlooGroups:
 
         def connect() -> None:
             try:
-                store = PrefixStore(f"generation/{generation}", connect_store(self._host, self._port, _CONNECT_TIMEOUT))
-                address = sockets.generation_address(generation)
+                prefix = f"generation/{generation}/{name}" if name else f"generation/{generation}"
+                store = PrefixStore(prefix, connect_store(self._host, self._port, _CONNECT_TIMEOUT))
+                address = (sockets.generation_address if waits is None else sockets.replica_address)(generation)
                 connected.set_result(create_gloo_group(store, rank, size, address, _CONNECT_TIMEOUT))
             except BaseException as error:
                 connected.set_exception(error)
@@ -99,11 +115,15 @@ class GlooGroups:
         with _failures_said():
             group = connected.result()
         vigil.arrived()
-        return GlooGroup(group, vigil)
+        return GlooGroup(group, waits or vigil)
 
     def interrupt(self, generation: int) -> None:
         """Shut down the sockets of ``generation``."""
-        sockets.shut_down_generation(generation)
+        sockets.shut_down(sockets.generation_address(generation))
+
+    def interrupt_replica(self, generation: int) -> None:
+        """Shut down the sockets of a replica that was made in ``generation``."""
+        sockets.shut_down(sockets.replica_address(generation))
 
     def retire(self, group: Group) -> None:
         """Drop groups in which nothing is left; keep the others, since dropping one waits for what is left in it."""
@@ -143,6 +163,10 @@ class GlooGroup:
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Broadcast in place."""
         return self._begin(self._group.broadcast, tensors, self._bounded(opts or dist.BroadcastOptions()))
+
+    def start(self, collective: str, *args: Any) -> Work:
+        """Start any collective of gloo, by its name."""
+        return self._begin(getattr(self._group, collective)(*args[:-1], self._bounded(args[-1])))
 
     def is_idle(self) -> bool:
         """Whether nothing is under way."""

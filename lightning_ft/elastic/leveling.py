@@ -67,6 +67,7 @@ class Leveling:
         group: Connects them.
         members: Their slots, by rank.
         rank: This rank.
+        shards: Which shard of the state each of them holds.
         events: Where it is recorded.
         vigil: How to wait in it.
 
@@ -77,6 +78,7 @@ class Leveling:
         group: Group,
         members: tuple[int, ...],
         rank: int,
+        shards: Sequence[int],
         events: EventLog,
         vigil: Vigil,
     ) -> None:
@@ -84,6 +86,7 @@ class Leveling:
         self._generation = vigil.generation
         self._members = members
         self._rank = rank
+        self._shards = shards
         self._events = events
         self._vigil = vigil
 
@@ -152,13 +155,16 @@ class Leveling:
                 reason = "the others passed the step boundary before the state was handed over"
                 raise ReconfigurationError(self._generation, 1, reason)
             return
-        source = hosts[0]
+        # Each receives its shard from one that holds the same, if there is one.
+        sources = {j: next((h for h in hosts if self._shards[h] == self._shards[j]), hosts[0]) for j in joiners}
+        receivers = [joiner for joiner, source in sources.items() if source == self._rank]
         missed = outcome.replay[0]["joined"] if table[self._rank].at_top and outcome.replay is not None else None
         outcome.joined = missed if missed is not None else [self._members[r] for r in joiners]
-        if self._rank == source:
+        if receivers:
             assert provide_state is not None
-            self._send_state(outcome.joined, len(joiners), provide_state, server)
+            self._send_state(outcome.joined, len(receivers), provide_state, server)
         elif self._rank in joiners:
+            source = sources[self._rank]
             received = receive_state(self._vigil, *ports[source])
             if received["error"]:
                 raise StateUnavailableError(source, received["error"])

@@ -86,6 +86,12 @@ class SupervisorLink:
             newest = self._generation
             return {} if newest is None else {int(slot): count for slot, count in newest["incarnations"].items()}
 
+    def newer_than(self, generation: int) -> Generation | None:
+        """Return the newest generation if it is newer than ``generation``; it stays the one to wait for."""
+        with self._changed:
+            newest = self._generation
+            return newest if newest is not None and newest["number"] > generation else None
+
     def wait_for_slot(self, call: int) -> Assign | None:
         """Return the slot that this spare is to take, or None once the others are past ``call``."""
 

@@ -10,6 +10,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch.distributed import Store
 
 from lightning_ft.elastic._torch_compat import connect_store
@@ -28,9 +30,12 @@ from lightning_ft.elastic.groups import GlooGroups, Group, Groups
 from lightning_ft.elastic.leveling import Leveling, Outcome, ProvideState, Standing
 from lightning_ft.elastic.link import SupervisorLink
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.protocol import NO_SLOT, Generation, RankEnvironment
+from lightning_ft.elastic.protocol import NO_SLOT, FromRank, Generation, RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
-from lightning_ft.elastic.vigil import Vigil
+from lightning_ft.elastic.replica import Replica, ReplicaLost
+from lightning_ft.elastic.replica_groups import ReplicaGroups
+from lightning_ft.elastic.shard_group import ShardGroup
+from lightning_ft.elastic.vigil import Vigil, VigilOfReplica
 from lightning_ft.errors import (
     ExcludedError,
     GroupBrokenError,
@@ -46,6 +51,7 @@ _of_process: "LocalEngine | None" = None
 
 _SUPERVISOR_SECONDS = 30.0
 _INTERRUPTED = {"interrupted": True}  # in place of the result of the operation
+_VOTED = {"voted": True}  # in place of results that every rank has by itself
 _PROGRESS_INTERVAL = 0.05  # seconds; the supervisor wakes up for each report
 _LONGEST_UNTOLD_WAIT = 1.0
 
@@ -85,11 +91,14 @@ class LocalEngine:
         self._groups = groups or GlooGroups(host, port)
         self._store = connect_store(host, port, timeout)
         self.activity = Activity()
-        self._link = SupervisorLink(environment, self._groups.interrupt, self.activity.answer)
+        waits = VigilOfReplica(self._timeout, lambda: self._vigil, self._follow)
+        self._replicas = ReplicaGroups(self._groups, self.slot, self.num_slots, waits)
+        self._link = SupervisorLink(environment, self._interrupt, self.activity.answer)
         self._link.send({"type": "hello", "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()})
         self._link.send(policy.to_message())
         self._group: Group | None = None
         self._generation = -1
+        self._vigil = self._make_vigil(self._generation)
         self._members: tuple[int, ...] = ()
         self._hold = False
         self._by_slot = False
@@ -97,6 +106,9 @@ class LocalEngine:
         self._opened: PendingExchange | None = None  # an operation whose headers travel while this rank computes
         self._sequence = 0
         self._last: Any = None
+        self._ballot: Any = None  # this rank's own result of the operation that is voted on
+        self._is_running = False  # inside of an operation
+        self._dead: dict[int, str] = {}  # since the last change that this rank took part in
         self._reported: float | None = None
         self._step = 0
 
@@ -111,6 +123,14 @@ class LocalEngine:
             atexit.register(_of_process.close)
             os.register_at_fork(after_in_child=_of_process.disown)
         return _of_process
+
+    @property
+    def replica(self) -> Replica:
+        return self._replicas.replica
+
+    @property
+    def shard_group(self) -> ShardGroup:
+        return self._replicas.shard_group
 
     @property
     def rank(self) -> int:
@@ -152,7 +172,8 @@ class LocalEngine:
         group = None if self.alone else self._group
         header = pack_header(self._sequence, size, label, inline)
         rank, count = (0, 1) if self.alone else (self._live_rank, len(self._members))
-        self._opened = PendingExchange(group, rank, count, header)
+        replicate, num_replicas = (None, 1) if self.alone else (self._replicas.replicate, self.replica.count)
+        self._opened = PendingExchange(group, rank, count, header, replicate, num_replicas)
         return self._opened
 
     def run(
@@ -163,16 +184,33 @@ class LocalEngine:
         size: int = 0,
         inline: bytes = b"",
         opened: PendingExchange | None = None,
+        voted: bool = False,
     ) -> Result:
         """Collective. Run the next operation, again among the survivors whenever a rank dies in it."""
         if self._opened is not None and self._opened is not opened:
             self._withdraw(label)
         if opened is not None and opened.withdrawn:
             opened = None
+        self._is_running = True
         try:
-            return self._run(label, body, size, inline, opened)
+            if not voted or self.alone or self.replica.size == 1:
+                return self._run(label, body, size, inline, opened)
+            self._run(label, self._voted(body), size, inline, opened)
+            result: Result = self._ballot
+            return result
         finally:
+            self._is_running = False
             self._opened = None
+
+    def _voted(self, body: Callable[[Exchange], Result]) -> Callable[[Exchange], Any]:
+        """Let ``body`` end when all ranks have their results: whoever fails in that has its own in hand."""
+
+        def voted(exchange: Exchange) -> dict[str, bool]:
+            self._ballot = body(exchange)
+            exchange.all_reduce(torch.zeros(1))
+            return _VOTED
+
+        return voted
 
     def _withdraw(self, label: str) -> None:
         """Take back what was opened: ``label`` comes first. Nothing else can: what was sent can't be unsent."""
@@ -230,11 +268,17 @@ class LocalEngine:
         if self.slot == NO_SLOT and not self._take_slot(call):
             return "skip"
         self._link.send({"type": "begin", "call": call, "fn": fn})
-        mode = self._link.wait_for_enter(call)["mode"]
+        entered = self._link.wait_for_enter(call)
+        mode = entered["mode"]
         self.alone = True
+        if mode == "join":
+            self._replicas.prepare(self.slot, entered["shard"], entered["shard_size"])
         if mode == "start":
             self._sequence, self._last = 0, None
-            self._reconfigure()
+            try:
+                self._reconfigure()
+            except ReplicaLost:
+                self.regroup()  # nothing of this call has been done yet
         return mode
 
     def _take_slot(self, call: int) -> bool:
@@ -259,8 +303,30 @@ class LocalEngine:
     def leave(self) -> None:
         """Take no further part: what this rank does from now on, it does alone, and the others need not wait for it."""
         self._break_off()
+        self._replicas.lose()
         self._opened = None
         self.alone = True
+
+    def regroup(self) -> None:
+        """Collective. After ReplicaLost: return once this rank is part of a replica again."""
+        self.events.emit("orphaned", sequence=self._sequence)
+        self._withdraw_opened()
+        self._replicas.lose()  # the others of it may not know yet
+        number = self._generation
+        self._break_off()
+        self._link.send({"type": "failed", "generation": number, "reason": "its replica is not whole"})
+        _, outcome = self._reconfigure(regrouping=True)
+        if outcome.replay is not None:
+            self._complete(outcome.replay[0])
+
+    def retire(self) -> NoReturn:
+        """After ReplicaLost: have this process started again, since it can't go on from where it stands."""
+        self.events.emit("retired", sequence=self._sequence)
+        self._break_off()
+        self._replicas.lose()
+        self._link.send({"type": "retire"})
+        while True:
+            signal.pause()
 
     def interrupt(self, signal: int) -> NoReturn:
         """Collective with whatever the others are in or enter next: all leave it by :class:`Interrupted`."""
@@ -318,22 +384,50 @@ class LocalEngine:
 
     # Reconfiguration.
 
+    def _follow(self) -> bool:
+        """While this rank waits for the others of its replica: take part in a change of membership, if there is one."""
+        newer = self._link.newer_than(self._generation)
+        if newer is None:
+            return False
+        if self._is_running:
+            raise RuntimeError("A newer generation came.")
+        if not self._replicas.lives_in(newer):
+            raise ReplicaLost
+        self._withdraw_opened()
+        self._break_off()
+        _, outcome = self._reconfigure()
+        assert outcome.replay is None, "an operation was completed without this rank"
+        return True
+
+    def _withdraw_opened(self) -> None:
+        if self._opened is not None:
+            self._opened.withdrawn, self._opened = True, None
+
     def _reconfigure(
-        self, *, joining: bool = False, at_top: bool = False, provide_state: ProvideState | None = None
+        self,
+        *,
+        joining: bool = False,
+        at_top: bool = False,
+        regrouping: bool = False,
+        provide_state: ProvideState | None = None,
     ) -> tuple[str, Outcome]:
         """Return why there is a new generation, and what this rank brought out of it."""
         started = time.monotonic()
         before = self._members
-        dead: dict[int, str] = {}
         while True:
-            generation = self._next_generation(joining)
-            dead |= {death["slot"]: death["how"] for death in generation["dead"]}
+            generation = self._next_generation(joining, regrouping)
+            is_whole = self._replicas.lives_in(generation) or generation["reason"] == ("join" if at_top else "start")
+            if self.slot not in generation["members"] or not (joining or regrouping or is_whole):
+                self._generation = generation["number"] - 1  # it is for the one who regroups
+                raise ReplicaLost
             number, members = generation["number"], tuple(generation["members"])
+            self._vigil = self._make_vigil(number)
             try:
-                self._group = self._connect(number, members)
+                self._group = self._connect(generation)
                 if self._group is None:
                     continue
-                leveling = Leveling(self._group, members, members.index(self.slot), self.events, self._vigil(number))
+                shards = [shard for replica in generation["replicas"] for shard in range(len(replica))]
+                leveling = Leveling(self._group, members, members.index(self.slot), shards, self.events, self._vigil)
                 with self.activity.during("hand-over") if joining or at_top else nullcontext():
                     outcome = leveling.run(Standing(self._sequence, joining, at_top), self._last, provide_state)
                 break
@@ -345,7 +439,8 @@ class LocalEngine:
             self._sequence, self._last = outcome.sequence, {"joined": outcome.joined}
         self._members, self._hold, self.alone = members, generation["hold"], joining
         stall = time.monotonic() - started
-        self._tell(Change(number, before, members, generation["reason"], tuple(sorted(dead.items())), stall), outcome)
+        dead, self._dead = tuple(sorted(self._dead.items())), {}
+        self._tell(Change(number, before, members, generation["reason"], dead, stall), outcome)
         return generation["reason"], outcome
 
     def _tell(self, change: Change, outcome: Outcome) -> None:
@@ -362,30 +457,53 @@ class LocalEngine:
         )
         self.on_change(change)
 
-    def _next_generation(self, joining: bool) -> Generation:
+    def _next_generation(self, joining: bool, regrouping: bool) -> Generation:
         while True:
             # A joiner may wait through hours of validation; a member only as long as its peers may compute.
             what = f"the supervisor to publish a generation after {self._generation}"
-            generation = self._link.wait_for_generation(self._generation, None if joining else self._patience, what)
+            patience = None if joining or regrouping else self._patience
+            generation = self._link.wait_for_generation(self._generation, patience, what)
             self._break_off()
             self._generation = generation["number"]
-            if self.slot in generation["members"]:
+            self._dead |= {death["slot"]: death["how"] for death in generation["dead"]}
+            if self.slot in generation["members"] or (self.slot in generation["orphans"] and not regrouping):
                 return generation
-            if not joining:
+            if self.slot not in generation["orphans"] and not joining:
                 raise ExcludedError(self.slot, f"it is not in generation {generation['number']}")
 
-    def _connect(self, number: int, members: tuple[int, ...]) -> Group | None:
-        """Return the group of generation ``number``, or None if a newer one superseded it."""
+    def _connect(self, generation: Generation) -> Group | None:
+        """Return the group of ``generation``, or None if a newer one superseded it."""
+        number, members = generation["number"], generation["members"]
         self._link.send({"type": "ready", "generation": number})
         if not self._link.wait_for_go(number, self._patience) or not self._link.use(number):
             return None
-        return self._groups.create(members.index(self.slot), len(members), self._vigil(number))
+        group = self._groups.create(members.index(self.slot), len(members), self._vigil)
+        try:
+            self._replicas.connect(generation, self.slot, group, self._vigil)
+        except RuntimeError:
+            self._groups.retire(group)
+            raise
+        return group
 
-    def _vigil(self, number: int) -> Vigil:
-        return Vigil(number, partial(self._link.is_over, number), self._link.send, self._tell_after, self._timeout)
+    def _make_vigil(self, number: int) -> Vigil:
+        return Vigil(number, partial(self._is_over, number), self._tell_supervisor, self._tell_after, self._timeout)
+
+    def _is_over(self, number: int) -> bool:
+        return self._link.is_over(number)
+
+    def _tell_supervisor(self, message: FromRank) -> None:
+        self._link.send(message)
+
+    def _interrupt(self, number: int) -> None:
+        """Make whatever waits in generation ``number`` raise; called on the link's thread when there is a newer one."""
+        self._groups.interrupt(number)
+        newest = self._link.newer_than(number)
+        if newest is not None and not self._replicas.lives_in(newest):
+            self._replicas.interrupt()
 
     def _break_off(self) -> None:
         self._link.use(None)
+        self._replicas.break_off()
         if self._group is not None:
             self._groups.interrupt(self._generation)
             self._groups.retire(self._group)
@@ -433,6 +551,7 @@ class LocalEngine:
         with suppress(SupervisorLostError):
             self._link.send({"type": "bye"})
         self._link.close()
+        self._replicas.lose()
         self._groups.close()
         self._group = None
 

@@ -61,9 +61,10 @@ class Policy(SupervisionOptions):
 
     Args:
         max_restarts: Respawns of one slot within ``restart_window``; 0: never respawn.
-        min_replicas: Ranks that must be alive for steps to be taken.
+        min_replicas: Replicas that must be whole for steps to be taken.
         timeout: Seconds that a rank may keep the others waiting in a step or a callback; None: learned.
         spares: Processes that wait to take a dead rank's place.
+        shard_size: How many ranks hold one copy of the model together; "all": all live ones.
 
     Raises:
         TypeError: If a value is of the wrong type.
@@ -75,6 +76,7 @@ class Policy(SupervisionOptions):
     min_replicas: int = 1
     timeout: float | None = None
     spares: int = 0
+    shard_size: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,6 +85,8 @@ class Policy(SupervisionOptions):
         check_count(call, "min_replicas", self.min_replicas, least=1)
         check_seconds(call, "timeout", self.timeout, none=True)
         check_count(call, "spares", self.spares)
+        if self.shard_size != "all":
+            check_count(call, "shard_size", self.shard_size, least=1)
         if self.spares and not self.max_restarts:
             raise ValueError(
                 f"`FTStrategy(spares={self.spares}, max_restarts=0)` is not valid: a rank that dies stays away, so"
@@ -98,10 +102,18 @@ class Policy(SupervisionOptions):
         min_replicas: int,
         timeout: float | None = None,
         spares: int = 0,
+        shard_size: int | Literal["all"] = 1,
     ) -> Policy:
         """Return ``options`` with the strategy's arguments added."""
         own = asdict(options)
-        return cls(**own, max_restarts=max_restarts, min_replicas=min_replicas, timeout=timeout, spares=spares)
+        return cls(
+            **own,
+            max_restarts=max_restarts,
+            min_replicas=min_replicas,
+            timeout=timeout,
+            spares=spares,
+            shard_size=shard_size,
+        )
 
     def to_message(self) -> Options:
         """Return the message that tells the supervisor."""

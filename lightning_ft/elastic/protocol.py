@@ -114,6 +114,7 @@ class Options(TypedDict):
     rejoin_timeout: float
     grace: float
     spares: int
+    shard_size: int | Literal["all"]
     start_method: Literal["auto", "fork", "spawn"]
     prefix_output: bool | None
     setup_timeout: float | None
@@ -156,6 +157,12 @@ class Failed(TypedDict):
     type: Literal["failed"]
     generation: int
     reason: str
+
+
+class Retire(TypedDict):
+    """The rank lost its replica and can't go on from where it stands: it is to be started again."""
+
+    type: Literal["retire"]
 
 
 class AtTop(TypedDict):
@@ -252,6 +259,7 @@ FromRank = (
     | Join
     | Ready
     | Failed
+    | Retire
     | AtTop
     | Waiting
     | Arrived
@@ -277,11 +285,16 @@ class Assign(TypedDict):
 
 
 class Enter(TypedDict):
-    """The answer to begin: a generation follows ("start"), set up and send join ("join"), or pass over it ("skip")."""
+    """The answer to begin: a generation follows ("start"), set up and send join ("join"), or pass over it ("skip").
+
+    Who is to join learns which shard it will hold, and in how many ranks a replica lies.
+    """
 
     type: Literal["enter"]
     call: int
     mode: Mode
+    shard: int
+    shard_size: int
 
 
 class Death(TypedDict):
@@ -293,11 +306,18 @@ class Death(TypedDict):
 
 
 class Generation(TypedDict):
-    """A version of the membership: global ranks are positions in ``members``."""
+    """A version of the membership: global ranks are positions in ``members``.
+
+    Members are listed replica by replica, within one in the order of shards. Orphans are alive, but their replica is not;
+    it is for later generations to include them. In one that is ``ending`` the call is over for some: replicas lack those.
+    """
 
     type: Literal["generation"]
     number: int
     members: list[int]
+    replicas: list[list[int]]
+    orphans: list[int]
+    ending: bool
     incarnations: dict[int, int]
     reason: Reason
     dead: list[Death]

@@ -16,9 +16,13 @@ def generation_address(number: int) -> str:
     return f"127.77.{number // 250 % 250}.{number % 250 + 1}"
 
 
-def shut_down_generation(number: int) -> int:
-    """Shut down the connected sockets of generation ``number``; return how many there were."""
-    address = generation_address(number)
+def replica_address(number: int) -> str:
+    """Return the loopback address within the replicas that were made in generation ``number``."""
+    return f"127.78.{number // 250 % 250}.{number % 250 + 1}"
+
+
+def shut_down(address: str) -> int:
+    """Shut down the connected sockets that have ``address`` at one end; return how many there were."""
     return sum(_shut_down(sock) for sock, ends in _connected_sockets() if address in ends)
 
 

@@ -58,3 +58,31 @@ class Vigil:
         if self._told:
             self._told = False
             self._tell({"type": "arrived", "generation": self.generation})
+
+
+class VigilOfReplica(Vigil):
+    """How a rank waits for the others of its replica, whose group outlives generations.
+
+    It takes part in changes meanwhile: those it waits for may be behind by the operation whose result it has, and everybody
+    waits for it before they get that.
+
+    Args:
+        timeout: As in :class:`Vigil`.
+        current: Returns how to wait in the generation that there is.
+        follow: Goes over to a newer generation if there is one.
+
+    """
+
+    def __init__(self, timeout: float, current: Callable[[], Vigil], follow: Callable[[], bool]) -> None:
+        super().__init__(-1, lambda: False, lambda message: None, timeout, timeout)
+        self._current = current
+        self._follow = follow
+
+    def still_waiting(self, what: str) -> None:
+        """Another slice of waiting is over."""
+        if not self._follow():
+            self._current().still_waiting(what)
+
+    def arrived(self) -> None:
+        """What was waited for is there."""
+        self._current().arrived()

@@ -3,7 +3,7 @@
 A torch release that renames one of them is named here, and not in the middle of a recovery.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["abandon_pass", "missing_names", "move_units", "self_test"]
+__all__ = ["abandon_pass", "missing_names", "move_units", "run_as_forward", "self_test"]
 
 _PARAM_NAMES = (
     *("_init_sharded_param", "_init_sharded_post_forward_param_metadata", "_init_extensions", "_setattr_on_modules"),
@@ -51,6 +51,23 @@ def abandon_pass(module: nn.Module) -> None:
     for unit in _units(module):
         if unit._get_fsdp_state()._is_root:  # None before the first forward pass
             unit.reset_iter_state()
+
+
+def run_as_forward(module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Collective in the replica. Call a method with the parameters of a unit gathered, as FSDP2 does for ``forward``.
+
+    ``register_fsdp_forward_method`` does the same, but if the method calls the unit itself, it lets go of parameters that
+    are to stay gathered.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    args, kwargs = state._pre_forward(module, args, kwargs)
+    output = method(*args, **kwargs)
+    state._training_state = TrainingState.FORWARD  # else a forward pass in the method has ended this one
+    for group in _groups(module):
+        group._training_state = TrainingState.FORWARD
+    return state._post_forward(module, args, output)
 
 
 def _forget_placements() -> None:

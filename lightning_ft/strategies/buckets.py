@@ -5,6 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 _SPARE_BYTES = 16 << 20
@@ -22,14 +24,16 @@ class Bucket:
 
     def __init__(self, parameters: list[Parameter], num_flags: int) -> None:
         self.parameters = parameters
-        numels = [p.numel() for p in parameters]
+        with torch.no_grad():
+            shapes = [local_part(p).shape for p in parameters]
+        numels = [shape.numel() for shape in shapes]
         of_kind: dict[str, Any] = {"dtype": parameters[0].dtype, "device": parameters[0].device} if parameters else {}
         self.flat = torch.ones(sum(numels) + num_flags, **of_kind)
         self.message = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
         self.gradients, flags = self.flat.split([sum(numels), num_flags])
         self.flags = flags.real
         parts = self.gradients.split(numels)
-        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @torch.no_grad()  # a backward pass with `create_graph=True` calls hooks with gradients enabled
     def fill(self, scale: float) -> None:
@@ -38,7 +42,21 @@ class Bucket:
             if parameter.grad is None or scale == 0.0:
                 view.zero_()
             else:
-                torch.mul(parameter.grad, scale, out=view)
+                torch.mul(local_part(parameter.grad), scale, out=view)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of ``tensor`` that this rank holds: all of it, unless it is sharded. Without gradients."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_gradient(parameter: Parameter, local: Tensor) -> Tensor:
+    """Return a gradient of ``parameter`` of which this rank holds ``local``."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 class Layout:
@@ -57,7 +75,10 @@ class Layout:
         self.buckets = self._make_buckets(bucket_bytes)
         bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket.parameters}
         self.bucket_of = [bucket_of.get(p, len(self.buckets) - 1) for p in parameters]  # sparse ones come with the last
-        self.num_bytes = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self.buckets)
+        flags = sum(bucket.flags.numel() * bucket.flat.element_size() for bucket in self.buckets)
+        # Of whole parameters, not of shards: the same on all ranks.
+        dense = [p for bucket in self.buckets for p in bucket.parameters]
+        self.num_bytes = sum(p.numel() * p.element_size() for p in dense) + flags
         # A second set, filled in turn, if it costs little: see `GradientReducer._may_launch`.
         self.spare = self._make_buckets(bucket_bytes) if self.num_bytes <= _SPARE_BYTES else None
 

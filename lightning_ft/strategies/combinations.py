@@ -47,6 +47,6 @@ def check_combination(
     if isinstance(precision, _OTHERS_PRECISIONS):
         name = type(precision).__name__
         raise MisconfigurationException(
-            f"`FTStrategy` with `Trainer(plugins=[{name}(...)])`: {name} belongs to another strategy, and this one does not"
-            " shard parameters. Use `Trainer(precision=...)`."
+            f"`FTStrategy` with `Trainer(plugins=[{name}(...)])`: {name} belongs to another strategy."
+            " Use `Trainer(precision=...)`."
         )

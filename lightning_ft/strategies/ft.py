@@ -1,11 +1,12 @@
 """FTStrategy: Lightning's Strategy contract on an elastic engine, a few lines a method."""
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
@@ -27,7 +28,7 @@ from typing_extensions import override
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.checkpoint.peers import Peers
 from lightning_ft.data.workers import shield_workers
-from lightning_ft.elastic.checks import check_type
+from lightning_ft.elastic.checks import check_count, check_type
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.gathering import gather_with_gradients
@@ -37,6 +38,10 @@ from lightning_ft.elastic.process_group import install_once
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.events.log import EventLog
+from lightning_ft.sharding.apply import ShardedModule
+from lightning_ft.sharding.full_state import gather_full
+from lightning_ft.sharding.mesh import shard_mesh
+from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.checkpoint_peers import checkpoint_peers
@@ -47,8 +52,12 @@ from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.module_parameters import ModuleParameters
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
 from lightning_ft.strategies.reduction import GradientReducer
+from lightning_ft.strategies.sharded_evaluation import ShardedEvaluation
+from lightning_ft.strategies.sharded_reduction import ShardedReducer
+from lightning_ft.strategies.sharding import ReplicaSharding, resolve_shard_size
 from lightning_ft.strategies.sparse_gradients import sparse_parameters
 from lightning_ft.strategies.startup import StartupRecord
+from lightning_ft.strategies.step_checks import check_step_output
 from lightning_ft.strategies.steps import TrainingSteps
 from lightning_ft.strategies.training_data import TrainingData
 from lightning_ft.supervision.other_launchers import other_launcher
@@ -77,6 +86,9 @@ class FTStrategy(ParallelStrategy):
             rank's next process first runs the script up to there.
         find_unused_parameters: Whether a step may leave parameters without a gradient. If not, automatic optimization
             raises when one does, as ``ddp`` would; finding them costs nothing here.
+        shard_size: Ranks that together hold one copy of the model, a replica; "all": all of them. 1: each rank holds one.
+            "auto": as few as hold it with gradients and optimizer state in the memory of their devices.
+        sharding: How a replica of several ranks shards the module; the rarer options.
         supervision: The rarer options of the supervisor.
 
     Raises:
@@ -95,12 +107,14 @@ class FTStrategy(ParallelStrategy):
 
     def __init__(
         self,
+        shard_size: int | Literal["auto", "all"] = 1,
         *,
         max_restarts: int = 3,
         min_replicas: int = 1,
         timeout: timedelta | float | None = None,
         spares: int = 0,
         find_unused_parameters: bool = False,
+        sharding: ShardingOptions | None = None,
         supervision: SupervisionOptions | None = None,
     ) -> None:
         super().__init__()
@@ -109,6 +123,12 @@ class FTStrategy(ParallelStrategy):
         supervision = SupervisionOptions() if supervision is None else supervision
         check_type("FTStrategy", "supervision", supervision, SupervisionOptions, "`SupervisionOptions(...)`, or None")
         check_type("FTStrategy", "find_unused_parameters", find_unused_parameters, bool, "True or False")
+        sharding = ShardingOptions() if sharding is None else sharding
+        check_type("FTStrategy", "sharding", sharding, ShardingOptions, "`ShardingOptions(...)`, or None")
+        if shard_size not in ("auto", "all"):
+            check_count("FTStrategy", "shard_size", shard_size, least=1)
+        self._shard_size = shard_size
+        self._sharding_options = sharding
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._policy = Policy.of(
             supervision,
@@ -126,6 +146,10 @@ class FTStrategy(ParallelStrategy):
         self.events = EventLog(slot=0, incarnation=0)
         self.event_directory: Path | None = None
         self._startup = StartupRecord(self.engine)
+        self.sharded: ShardedModule | None = None
+        """The module, if it is sharded over several ranks."""
+        self._sharding: ReplicaSharding | None = None
+        self._evaluation: ShardedEvaluation | None = None
         self._live: LiveTraining | None = None
         self._steps: TrainingSteps | None = None
 
@@ -206,6 +230,10 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        shard_size = resolve_shard_size(self._shard_size, self.num_processes)
+        self._policy = replace(self._policy, shard_size="all" if self._shard_size == "all" else shard_size)
+        if shard_size > 1:
+            self._sharding = ReplicaSharding(shard_size, self._sharding_options)
         check_combination(
             self._policy,
             num_nodes=self.num_nodes,
@@ -260,11 +288,19 @@ class FTStrategy(ParallelStrategy):
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        self._same_start()
+        if self._sharding is None:
+            self.model_to_device()
+            self._make_alike([*self.model.parameters(), *self.model.buffers()])
+        else:
+            mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
+            self.sharded = self._sharding.shard(self.lightning_module, mesh, self._make_alike)
+            self._sharding.shard_copies(trainer, self.lightning_module, mesh)
+            self._evaluation = ShardedEvaluation(trainer, self.sharded, self.collectives)
         if fitting:
             self._steps = self._make_steps(self._live)
             self.setup_optimizers(trainer)
+            if self._sharding is not None:
+                self._sharding.take_in(self.optimizers)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -278,7 +314,8 @@ class FTStrategy(ParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         parameters = ModuleParameters(self.model)
-        live.reducer = reducer = GradientReducer(parameters, self.engine, sparse=sparse_parameters(self.model))
+        reduce = GradientReducer if self.sharded is None else ShardedReducer
+        live.reducer = reducer = reduce(parameters, self.engine, sparse=sparse_parameters(self.model))
         live.buffers = BufferSync(self.model, self.collectives)
         steps = TrainingSteps(
             self.lightning_module,
@@ -297,10 +334,8 @@ class FTStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def _same_start(self) -> None:
+    def _make_alike(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Give all ranks the parameters and buffers of rank 0, as ``ddp`` does."""
-        assert self.model is not None
-        tensors = [*self.model.parameters(), *self.model.buffers()]
         for tensor, value in zip(tensors, self.collectives.broadcast_tensors(tensors, label="module"), strict=True):
             tensor.detach().copy_(value)
 
@@ -365,32 +400,61 @@ class FTStrategy(ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self.engine.activity.enter("training step")
         self._before_forward()
-        return super().training_step(*args, **kwargs)
+        if self.sharded is None:
+            return super().training_step(*args, **kwargs)
+        with self.precision_plugin.train_step_context():
+            output: STEP_OUTPUT = self.sharded.call("training_step", *args, **kwargs)
+        return check_step_output(self.lightning_module, output)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._before_evaluation_batch()
         self._before_forward()
         with self.engine.activity.during("evaluation step"):
-            return super().validation_step(*args, **kwargs)
+            if self._evaluation is None:
+                return super().validation_step(*args, **kwargs)
+            with self.precision_plugin.val_step_context():
+                output: STEP_OUTPUT = self._evaluation.step("validation_step", *args, **kwargs)
+                return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._before_evaluation_batch()
         with self.engine.activity.during("evaluation step"):
-            return super().test_step(*args, **kwargs)
+            if self._evaluation is None:
+                return super().test_step(*args, **kwargs)
+            with self.precision_plugin.test_step_context():
+                output: STEP_OUTPUT = self._evaluation.step("test_step", *args, **kwargs)
+                return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._before_evaluation_batch()
         with self.engine.activity.during("evaluation step"):
-            return super().predict_step(*args, **kwargs)
+            if self._evaluation is None:
+                return super().predict_step(*args, **kwargs)
+            with self.precision_plugin.predict_step_context():
+                return self._evaluation.step("predict_step", *args, **kwargs)
+
+    def _begin_evaluation(self) -> None:
+        """Collective. Agree on how the parameters of a sharded module are gathered in this pass."""
+        if self._evaluation is not None:
+            self._evaluation.begin()
+
+    on_validation_start = on_test_start = on_predict_start = _begin_evaluation
 
     @override
     def on_validation_end(self) -> None:
         """Collective. Nobody trains on while others may still break off this validation."""
+        self._end_evaluation()
         if self._live is not None and self._live.trainer.state.fn == TrainerFn.FITTING:
             self._live.preemption.after_validation()
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.end()
+
+    on_test_end = on_predict_end = _end_evaluation
 
     def _before_evaluation_batch(self) -> None:
         if self._live is not None:
@@ -405,7 +469,7 @@ class FTStrategy(ParallelStrategy):
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         assert self._steps is not None
-        with self._steps.without_synchronization():
+        with self._steps.without_synchronization(), nullcontext() if self.sharded is None else self.sharded.accumulating():
             yield
 
     @override
@@ -483,6 +547,8 @@ class FTStrategy(ParallelStrategy):
             with self.engine.activity.during("checkpoint"):
                 save_directory(self.lightning_module.trainer, checkpoint, filepath, self.checkpoint_peers())
             return
+        if self.sharded is not None:
+            checkpoint = gather_full(checkpoint, keep=self.engine.replica.index == 0)
         written = False
         while not written:
             if self.is_global_zero:
@@ -505,7 +571,7 @@ class FTStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._steps is not None:
             self._steps.close()
-        self._steps = None
+        self._steps = self.sharded = self._evaluation = None
         super().teardown()
 
     @classmethod

@@ -20,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 from lightning_ft.elastic.groups import Group, Work
-from lightning_ft.strategies.buckets import Bucket, Layout
+from lightning_ft.strategies.buckets import Bucket, Layout, as_gradient, local_part
 from lightning_ft.strategies.sparse_gradients import no_rows, sum_rows, write_rows
 
 _UNKNOWN = 1 << 60
 _MAX_LAYOUTS = 4
-_FLAGS = struct.Struct("=??qq")
+FLAGS = struct.Struct("=??qq")
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class GradientReducer:
 
         """
         self._weight, self._label = weight, label
-        self._inline = _FLAGS.pack(self._engine.join_wanted, stop, weight, total)
+        self._inline = FLAGS.pack(self._engine.join_wanted, stop, weight, total)
         self._completed = self._engine.completed
         self._armed = True
         if self.collectives_inside is False:
@@ -190,7 +190,7 @@ class GradientReducer:
             parameter = self._parameters[index]
             if parameter.grad is None:
                 parameter.grad = no_rows(parameter) if parameter in self._sparse else torch.zeros_like(parameter)
-        return _learned(result, frozenset(self._parameters[index] for index in result["unused"]))
+        return learned(result, frozenset(self._parameters[index] for index in result["unused"]))
 
     @contextmanager
     def ghost_backward(self) -> Iterator[None]:
@@ -208,8 +208,8 @@ class GradientReducer:
 
     def agree(self, *, stop: bool, label: str) -> Reduced:
         """Collective. Let the ranks learn what a reduction would tell them, where there is none."""
-        inline = _FLAGS.pack(self._engine.join_wanted, stop, 0, 0)
-        return _learned(self._engine.run(label, self._tell, inline=inline))
+        inline = FLAGS.pack(self._engine.join_wanted, stop, 0, 0)
+        return learned(self._engine.run(label, self._tell, inline=inline))
 
     def _on_gradient(self, uses: _Uses, parameter: Parameter) -> None:
         if self._in_ghost:
@@ -224,8 +224,7 @@ class GradientReducer:
         pending = self._pending
         while pending is not None and self._error is None and self._next_is_complete() and self._may_launch(pending):
             try:
-                assert pending.group is not None
-                self._launch(pending.group, pending.size)
+                self._launch(*self._averaging_ranks(pending))
             except RuntimeError as error:  # not through the autograd engine: `finish` meets it again
                 self._error = error
 
@@ -240,7 +239,7 @@ class GradientReducer:
         operation, they have completed all before it. With two sets that is known already: what lies in this one is the
         result of the reduction before the last, and the last one began with all ranks in it.
         """
-        if pending.group is None or pending.withdrawn:
+        if self._averaging_ranks(pending)[0] is None or pending.withdrawn:
             return False
         return self._spare is not None or pending.ready
 
@@ -250,19 +249,28 @@ class GradientReducer:
         self._error = None
         self._changed_late = False  # whatever is filled from now on is whole
 
-    def _launch(self, group: Group, size: int) -> None:
+    def _averaging_ranks(self, exchange: Exchange | PendingExchange) -> tuple[Group | None, int]:
+        """Return the group over which buckets are averaged, and its size."""
+        return exchange.group, exchange.size
+
+    def _counts(self) -> bool:
+        """Whether the gradients here are those of batches that count."""
+        return self._weight > 0
+
+    def _launch(self, group: Group | None, size: int) -> None:
+        assert group is not None
         if group is not self._group:
             self._start_over(group)
         bucket = self._buckets[len(self._works)]
-        bucket.fill(1.0 / size if self._weight else 0.0)
+        bucket.fill(1.0 / size if self._counts() else 0.0)
         if bucket.flags.numel():
-            used = [bool(self._weight) and uses.any for uses in self._uses]
+            used = [self._counts() and uses.any for uses in self._uses]
             used.append(not self._changed_late)
             bucket.flags.fill_(1.0) if all(used) else bucket.flags.copy_(torch.tensor(used))
         self._works.append(group.allreduce([bucket.message]))
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
-        flags = [_FLAGS.unpack(row) for row in exchange.inline]
+        flags = [FLAGS.unpack(row) for row in exchange.inline]
         counts: list[float] = []
         sparse: list[tuple[Tensor, Tensor]] = []
         zeros: list[int] = []
@@ -298,7 +306,7 @@ class GradientReducer:
         }
 
     def _tell(self, exchange: Exchange) -> dict[str, Any]:
-        flags = [_FLAGS.unpack(row) for row in exchange.inline]
+        flags = [FLAGS.unpack(row) for row in exchange.inline]
         return {
             "members": list(self._engine.members),
             "contributors": sum(row[2] > 0 for row in flags),
@@ -327,18 +335,19 @@ class GradientReducer:
             averages = list(zip(bucket.parameters, bucket.views, strict=True))
             if kept:
                 averages = [(parameter, view) for parameter, view in averages if parameter not in kept]
-            known = [(p.grad, view) for p, view in averages if p.grad is not None]
+            known = [(local_part(p.grad), view) for p, view in averages if p.grad is not None]
             if known:
                 torch._foreach_copy_([grad for grad, _ in known], [view for _, view in known])
             if len(known) < len(averages):
                 for parameter, view in averages:
                     if parameter.grad is None:  # used by another rank only
-                        parameter.grad = view.clone()
+                        parameter.grad = as_gradient(parameter, view.clone())
 
 
 def _are_same(some: list[Parameter], others: list[Parameter]) -> bool:
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
-def _learned(result: dict[str, Any], unused: frozenset[Parameter] = frozenset()) -> Reduced:
+def learned(result: dict[str, Any], unused: frozenset[Parameter] = frozenset()) -> Reduced:
+    """Return what an operation told."""
     return Reduced(tuple(result["members"]), result["join"], result["hold"], result["stop"], result["contributors"], unused)

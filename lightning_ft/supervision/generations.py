@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import Arrived, AtTop, Death, Failed, Generation, Go, JoinWanted, Ready, Reason, Waiting
-from lightning_ft.supervision.roster import Rank, Roster
+from lightning_ft.supervision.replicas import Replicas, ShardSize, form
+from lightning_ft.supervision.roster import Phase, Rank, Roster
 
 _MAX_ERRORS = 5
 _FIRST_RETRY_DELAY = 0.05
@@ -36,7 +37,8 @@ class Generations:
     """
 
     def __init__(self, roster: Roster) -> None:
-        self.members: list[int] = []  # by seniority, without those that completed the call
+        self._replicas = Replicas()  # of the members
+        self._shard_size: ShardSize = 1
         self.is_ending = False  # a member completed the call: nobody can join any more
         self._roster = roster
         self._round = _Round()
@@ -46,30 +48,56 @@ class Generations:
         self._hold_since: float | None = None
 
     @property
+    def members(self) -> list[int]:
+        """Their slots, replica by replica, by seniority, without those that completed the call."""
+        return self._replicas.slots
+
+    @property
     def number(self) -> int:
         """The newest generation; 0 before the first one."""
         return self._round.number
 
-    def start(self, ranks: list[Rank]) -> None:
-        """Begin a call with ``ranks`` as its members."""
+    def start(self, ranks: list[Rank], shard_size: ShardSize) -> list[Rank]:
+        """Begin a call with ``ranks`` as its members; return those that are too many for whole replicas."""
         self.is_ending = False
+        self._shard_size = shard_size
+        self._replicas.start([rank.slot for rank in ranks], shard_size)
         self._errors.clear()
         self._dead.clear()
         self._due = "start"
-        for rank in ranks:
-            rank.is_settled = True
-            self._admit(rank)
+        members = set(self.members)
+        for replica in self._replicas.all:
+            self._admit([self._roster.ranks[slot] for slot in replica], is_settled=True)
+        return [rank for rank in ranks if rank.slot not in members]
 
     def remove(self, rank: Rank, how: str, reason: Reason) -> None:
-        """Take a member out that is gone or about to be killed."""
-        self.members.remove(rank.slot)
-        self._dead.append(Death(slot=rank.slot, incarnation=rank.incarnation, how=how))
+        """Take a member out that is gone or about to be killed, and its replica with it."""
+        if self.is_ending:
+            self._replicas.discard(rank.slot)
+        else:
+            for mate in map(self._roster.ranks.__getitem__, self._replicas.dissolve(rank.slot)):
+                mate.phase = Phase.ORPHAN
+                if not mate.is_settled:  # it has no state yet
+                    self._roster.restart(mate)
+            self._regroup()
+        self.bury(rank, how)
         self._due = "death" if self._due == "death" else reason
+
+    def bury(self, rank: Rank, how: str) -> None:
+        """Have the members told that a rank is gone."""
+        self._dead.append(Death(slot=rank.slot, incarnation=rank.incarnation, how=how))
+
+    def _regroup(self) -> None:
+        """Make replicas of orphans: they are in the same step as the members, and may well complete it with these."""
+        for replica in form({rank.slot: rank.shard for rank in self._roster.orphans()}, self._shard_size):
+            self._replicas.add(replica, self._shard_size)
+            self._admit([self._roster.ranks[slot] for slot in replica], is_settled=True)
 
     def complete(self, rank: Rank) -> None:
         """Take a member out that completed the call; the others only hear of it if they wait for it."""
         self.is_ending = True
-        self.members.remove(rank.slot)
+        self._replicas.discard(rank.slot)
+        self._restart_orphans()
         if not self._round.gone:
             self._due = self._due or self._round.reason
 
@@ -109,9 +137,21 @@ class Generations:
         waiting |= current.at_top if current.gone else current.ready
         return {slot: since for slot, since in waiting.items() if slot in self.members}, bool(current.waiting)
 
-    def progressed(self) -> None:
-        """Note that steps are committed: what failed before was no lasting error."""
+    def progressed(self, slot: int) -> None:
+        """Note that a rank committed a step: what failed before was no lasting error."""
         self._errors.clear()
+        if slot in self.members and self._round.gone and self._due is None:
+            self._restart_orphans()
+
+    def _restart_orphans(self) -> None:
+        """Once the members are past the step in which an orphan stands, it has nothing that anybody needs."""
+        for rank in self._roster.orphans():
+            self._roster.restart(rank)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there are orphans left, but not every shard of the state."""
+        return not self.is_ending and not self.members and bool(self._roster.orphans())
 
     def settle(self, policy: Policy, num_expected: int, now: float) -> str | None:
         """Publish, admit, retry and tell, as far as what is known asks for it.
@@ -144,9 +184,14 @@ class Generations:
             times.append(self._hold_since + policy.rejoin_timeout)
         return min((time for time in times if time is not None), default=None)
 
-    def _admit(self, rank: Rank) -> None:
-        self._roster.promote(rank)
-        self.members.append(rank.slot)
+    def _admit(self, replica: list[Rank], is_settled: bool) -> None:
+        for shard, rank in enumerate(replica):
+            rank.shard, rank.is_settled = shard, rank.is_settled or is_settled
+            self._roster.promote(rank)
+
+    def _joining(self) -> list[list[int]]:
+        """Return the replicas that ranks make up which wait to be admitted."""
+        return [] if self.is_ending else form({rank.slot: rank.shard for rank in self._roster.waiting()}, self._shard_size)
 
     def _settle_failures(self, now: float) -> str | None:
         """Try again when every member failed."""
@@ -170,12 +215,13 @@ class Generations:
         current = self._round
         if self._due is not None or not current.gone or not self.members or not current.at_top.keys() >= set(self.members):
             return
-        waiting = [] if self.is_ending else self._roster.waiting()
-        if len(self.members) + len(waiting) < policy.min_replicas and not self.is_ending:
+        joining = self._joining()
+        if len(self._replicas.all) + len(joining) < policy.min_replicas and not self.is_ending:
             return
-        for rank in waiting:
-            self._admit(rank)
-        self._due = "join" if waiting else "cancelled"
+        for replica in joining:
+            self._replicas.add(replica, self._shard_size)
+            self._admit([self._roster.ranks[slot] for slot in replica], is_settled=False)
+        self._due = "join" if joining else "cancelled"
 
     def _publish(self, policy: Policy, now: float) -> None:
         if self._due is None:
@@ -184,20 +230,23 @@ class Generations:
         dead, self._dead = self._dead, []
         if not self.members:
             return
-        hold = len(self.members) < policy.min_replicas and not self.is_ending
+        hold = len(self._replicas.all) < policy.min_replicas and not self.is_ending
         self._hold_since = (now if self._hold_since is None else self._hold_since) if hold else None
         self._round = _Round(self._round.number + 1, reason)
         message = Generation(
             type="generation",
             number=self._round.number,
             members=list(self.members),
+            replicas=[list(replica) for replica in self._replicas.all],
+            orphans=[rank.slot for rank in self._roster.orphans()],
+            ending=self.is_ending,
             incarnations={slot: self._roster.ranks[slot].incarnation for slot in self.members},
             reason=reason,
             dead=dead,
             hold=hold,
         )
         self._roster.record("generation", **{name: value for name, value in message.items() if name != "type"})
-        for slot in self.members:
+        for slot in (*self.members, *message["orphans"]):
             self._roster.send(slot, message)
             self._roster.ranks[slot].sight.moved = now  # it has something new to do
 
@@ -208,8 +257,8 @@ class Generations:
         if self._hold_since is None:
             return None
         waited = now - self._hold_since
-        told = f"Not enough ranks: {len(self.members)} alive, {policy.min_replicas} needed (`min_replicas`)"
-        if num_expected < policy.min_replicas:
+        told = f"Not enough replicas: {len(self._replicas.all)} alive, {policy.min_replicas} needed (`min_replicas`)"
+        if num_expected // (1 if self._shard_size == "all" else self._shard_size) < policy.min_replicas:
             return f"{told}, and the others may not start again."
         if waited >= policy.rejoin_timeout:
             return f"{told}, and too few came back in {waited:.0f} s."
@@ -222,7 +271,7 @@ class Generations:
             current.gone = True
             for slot in self.members:
                 self._roster.send(slot, Go(type="go", generation=current.number))
-        wanted = not self.is_ending and bool(self._roster.waiting())
+        wanted = not self.is_ending and bool(self._joining())
         for slot in self.members:
             rank = self._roster.ranks[slot]
             if rank.told_join_wanted != wanted:

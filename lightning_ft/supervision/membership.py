@@ -11,12 +11,13 @@ import signal
 from dataclasses import replace
 
 from lightning_ft.elastic.options import Policy
-from lightning_ft.elastic.protocol import Asked, Begin, Bye, Enter, Exclude, FromRank, Raised, Stop
+from lightning_ft.elastic.protocol import Asked, Begin, Bye, Enter, Exclude, FromRank, Mode, Raised, Retire, Stop
 from lightning_ft.supervision.actions import Action, Finish, Notice, Show, Signal, Spawn
 from lightning_ft.supervision.excluding import Excluding
 from lightning_ft.supervision.failures import Failures
 from lightning_ft.supervision.generations import Generations
 from lightning_ft.supervision.outcome import Ending, Outcome, describe, tell_raised
+from lightning_ft.supervision.replicas import shard_for
 from lightning_ft.supervision.respawn import Respawns
 from lightning_ft.supervision.roster import Phase, Rank, Roster
 
@@ -110,11 +111,11 @@ class Membership:
             case "progress":
                 self._has_progressed = rank.is_settled = True
                 self._failures.progressed(message["step"])
-                self._generations.progressed()
+                self._generations.progressed(slot)
                 self._respawns.progressed(slot)
             case "exception":
                 self._on_exception(rank, message, now)
-            case "asked" | "exclude" | "bye":
+            case "asked" | "exclude" | "bye" | "retire":
                 self._on_request(rank, message, now)
 
     def exited(self, slot: int, incarnation: int, code: int, now: float, hint: str | None = None) -> None:
@@ -127,19 +128,27 @@ class Membership:
         if rank.raised is not None:
             how = tell_raised(rank.raised)
         is_member = slot in self.members
-        was_member = is_member or (rank.phase is Phase.MEMBER and rank.raised is not None)
-        is_between_calls = rank.veteran and rank.phase is not Phase.MEMBER
+        was_member = is_member or rank.phase is Phase.ORPHAN or (rank.phase is Phase.MEMBER and rank.raised is not None)
+        is_between_calls = rank.veteran and rank.phase not in (Phase.MEMBER, Phase.ORPHAN)
         ago = 0.0 if rank.raised_at is None else round(now - rank.raised_at, 4)
         self._roster.record("exit", slot=slot, incarnation=incarnation, how=how, code=code, member=was_member, ago=ago)
         if is_member:
             self._generations.remove(rank, how, "death")
             self._generations.is_ending |= code == 0  # the user's own sys.exit(0) in a hook
         if rank.killed and rank.killed_because is None:
+            self._return(rank)
             return
+        self._account(rank, code, how, is_between_calls, now)
+
+    def _account(self, rank: Rank, code: int, how: str, is_between_calls: bool, now: float) -> None:
+        """Decide what the end of a process means for the job."""
+        slot = rank.slot
+        if rank.phase is Phase.ORPHAN:
+            self._generations.bury(rank, how)
         if code == -signal.SIGTERM and self._verdict is None:  # it was asked to stop where it could not answer
             self._on_asked(rank, signal.SIGTERM, now)
         has_led = slot == self._leader and code < 0 and not rank.is_over
-        self._outcome.add(Ending(slot, incarnation, code, how, code == 0 or is_between_calls, has_led))
+        self._outcome.add(Ending(slot, rank.incarnation, code, how, code == 0 or is_between_calls, has_led))
         if self._verdict is not None or code == 0:
             return
         if code > 0 and not self._has_progressed and self._signal is None:
@@ -244,9 +253,11 @@ class Membership:
         elif rank.slot in self.members[1:]:  # rank 0 may write a last checkpoint: nobody takes its place until it is gone
             self._generations.remove(rank, tell_raised(raised), "death")
 
-    def _on_request(self, rank: Rank, message: Asked | Exclude | Bye, now: float) -> None:
+    def _on_request(self, rank: Rank, message: Asked | Exclude | Bye | Retire, now: float) -> None:
         if message["type"] == "bye":
             rank.is_over = True
+        elif message["type"] == "retire":
+            self._on_retire(rank)
         elif message["type"] == "asked":
             self._on_asked(rank, message["signal"], now)
         else:
@@ -288,6 +299,17 @@ class Membership:
             self._roster.act(Notice(f"{told}; {self._respawn(rank.slot, now)}."))
             if rank.phase is Phase.MEMBER and rank.raised is not None and not self._respawns.has(rank.slot):
                 self._failures.use_up(rank.slot, rank.raised, now)
+
+    def _on_retire(self, rank: Rank) -> None:
+        """A rank stands where it can't go on with another replica: it joins the others as one that was started again."""
+        if rank.slot in self.members:
+            self._generations.remove(rank, "could not go on with another replica", "death")
+        self._roster.restart(rank)
+
+    def _return(self, rank: Rank) -> None:
+        """Start a rank again if it was ended for that."""
+        if rank.returns and self._verdict is None and self._signal is None:
+            (self._lost if self._generations.is_ending else self._wanted).add(rank.slot)
 
     def _respawn(self, slot: int, now: float) -> str:
         limit = self.policy.max_restarts
@@ -335,14 +357,7 @@ class Membership:
             self._settle_orphans()
         if self._verdict is None:
             self._settle_start(now)
-            policy = self._policy_now()
-            error = self._excluding.settle(self._candidates(), policy, now)
-            num_expected = len(self._roster.ranks) + len(self._starting) + len(self._respawns)
-            error = error or self._generations.settle(policy, num_expected, now)
-            for slot in self.members:
-                self._outcome.forget(slot)  # it may have died before, but it is back
-            if error is not None:
-                self._stop(error, now)
+            self._settle_members(now)
         if self._verdict is None and self._generations.number:
             self._answer_begins()
         self._spawn(now)
@@ -358,6 +373,18 @@ class Membership:
             return self.policy
         longest = max(self.policy.grace * _SHARE_OF_GRACE, _LEAST_TIMEOUT)
         return replace(self.policy, min_replicas=1, timeout=min(self.policy.timeout or longest, longest))
+
+    def _settle_members(self, now: float) -> None:
+        policy = self._policy_now()
+        error = self._excluding.settle(self._candidates(), policy, now)
+        num_expected = len(self._roster.ranks) + len(self._starting) + len(self._respawns)
+        error = error or self._generations.settle(policy, num_expected, now)
+        if self._generations.is_lost:
+            error = "No replica is whole, and the ranks that are left do not hold every shard: the state is lost."
+        for slot in self.members:
+            self._outcome.forget(slot)  # it may have died before, but it is back
+        if error is not None:
+            self._stop(error, now)
 
     def _end_grace(self) -> None:
         self._kill_at = None
@@ -393,8 +420,12 @@ class Membership:
             self._respawn(slot, now)
         self._lost.clear()
         for rank in candidates:
-            self._roster.send(rank.slot, Enter(type="enter", call=self._call, mode="start"))
-        self._generations.start(candidates)
+            self._enter(rank, self._call, "start")
+        for rank in self._generations.start(candidates, self.policy.shard_size):
+            self._roster.restart(rank)
+        if not self.members:
+            num_ranks = self.policy.shard_size
+            self._stop(f"Not enough ranks: {len(candidates)} alive, {num_ranks} hold a replica (`shard_size`).", now)
 
     def _candidates(self) -> list[Rank]:
         """Return those who start the next call together."""
@@ -416,10 +447,17 @@ class Membership:
             call, fn = rank.standing_at
             if call < self._call:
                 rank.phase = Phase.STARTING
-                self._roster.send(rank.slot, Enter(type="enter", call=call, mode="skip"))
+                self._enter(rank, call, "skip")
             elif call == self._call and fn == self._fn:
+                free = [other.shard for other in self._roster.ranks.values() if other.is_free and not other.killed]
+                rank.shard = shard_for(rank.slot, free, self.policy.shard_size)
                 rank.phase = Phase.JOINING
-                self._roster.send(rank.slot, Enter(type="enter", call=call, mode="join"))
+                self._enter(rank, call, "join")
+
+    def _enter(self, rank: Rank, call: int, mode: Mode) -> None:
+        size = self.policy.shard_size
+        size = len(self.members) + 1 if size == "all" else size
+        self._roster.send(rank.slot, Enter(type="enter", call=call, mode=mode, shard=rank.shard, shard_size=size))
 
     def _spawn(self, now: float) -> None:
         self._wanted.update(self._respawns.take_due(now))

@@ -19,6 +19,7 @@ class Phase(Enum):
     JOINING = auto()  # sets up privately
     WAITING = auto()  # may be admitted
     MEMBER = auto()
+    ORPHAN = auto()  # was one, but a rank of its replica is gone
 
 
 @dataclass
@@ -38,7 +39,14 @@ class Rank:
     killed: bool = False
     killed_because: str | None = None  # None in a killed one: nobody needs to know
     told_join_wanted: bool = False
+    shard: int = 0
+    returns: bool = False  # killed only to be started again, which is not held against its slot
     sight: Sight = field(default_factory=Sight)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is on its way to become part of a new replica."""
+        return self.phase in (Phase.JOINING, Phase.WAITING)
 
 
 class Roster:
@@ -76,6 +84,16 @@ class Roster:
         """Return the ranks that may be admitted, by slot."""
         ranks = [self.ranks[slot] for slot in sorted(self.ranks)]
         return [rank for rank in ranks if rank.phase is Phase.WAITING and not rank.killed]
+
+    def orphans(self) -> list[Rank]:
+        """Return the orphans that may still be of use, by seniority."""
+        ranks = [self.ranks[slot] for slot in self.seniority]
+        return [rank for rank in ranks if rank.phase is Phase.ORPHAN and rank.raised is None and not rank.killed]
+
+    def restart(self, rank: Rank) -> None:
+        """End a rank that can't go on from where it stands, to be started again."""
+        rank.returns = not rank.killed
+        self.kill(rank)
 
     def kill(self, rank: Rank, because: str | None = None) -> None:
         """Kill a rank, once; without ``because`` its end is not a death that anybody should hear of."""

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_ft.events.audit import Event, audit
+from lightning_ft.sharding.full_state import gather_full
 from lightning_ft.testing.fault_plan import FaultPlan
 
 
@@ -99,13 +100,15 @@ def assert_used_up(plan: FaultPlan, events: Iterable[Event] = ()) -> None:
 def fingerprint(trainer: Trainer) -> dict[str, str]:
     """Return a digest of each tensor and number of the module's and the optimizers' state, by name.
 
+    Collective in the replica if they are sharded: the digests are those of whole tensors.
+
     Args:
         trainer: After or while fitting.
 
     """
     state: dict[str, Any] = {"module": trainer.lightning_module.state_dict()}
     state |= {f"optimizer {n}": optimizer.state_dict() for n, optimizer in enumerate(trainer.optimizers)}
-    return {name: _digest(value) for name, value in _flatten("", state)}
+    return {name: _digest(value) for name, value in _flatten("", gather_full(state))}
 
 
 def assert_weights_equal(*states: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_ft.events.log import Events, read_events
 from lightning_ft.testing.fault_plan import ENVIRONMENT_VARIABLE, FaultPlan
@@ -149,6 +149,7 @@ def run_ranks(
     *,
     args: Sequence[Any] = (),
     max_restarts: int = 0,
+    shard_size: int | Literal["all"] = 1,
     directory: str | os.PathLike[str] | None = None,
     timeout: float = 180.0,
 ) -> list[Any]:
@@ -160,6 +161,7 @@ def run_ranks(
         num_ranks: How many.
         args: JSON data.
         max_restarts: How often a slot is started again.
+        shard_size: How many ranks are a replica together.
         directory: Where the ranks run and write their events, in ``events``; a temporary one by default.
         timeout: Seconds after which all processes are killed; also the bound of the engine's own waits.
 
@@ -173,13 +175,22 @@ def run_ranks(
     """
     if directory is None:
         with tempfile.TemporaryDirectory() as temporary:
-            return run_ranks(target, num_ranks, args=args, max_restarts=max_restarts, directory=temporary, timeout=timeout)
+            return run_ranks(
+                target,
+                num_ranks,
+                args=args,
+                max_restarts=max_restarts,
+                shard_size=shard_size,
+                directory=temporary,
+                timeout=timeout,
+            )
     place = _new_directory(Path(directory), "ranks")
     request = {
         "file": inspect.getfile(target),
         "function": target.__qualname__,
         "args": list(args),
         "max_restarts": max_restarts,
+        "shard_size": shard_size,
         "timeout": timeout,
         "directory": str(place),
     }

@@ -19,7 +19,7 @@ def main(request: dict[str, Any]) -> None:
     environment = RankEnvironment.of_process()
     assert environment is not None, "this is no rank"
     directory = Path(request["directory"])
-    policy = Policy(max_restarts=request["max_restarts"], timeout=request["timeout"])
+    policy = Policy(max_restarts=request["max_restarts"], timeout=request["timeout"], shard_size=request["shard_size"])
     engine = LocalEngine.of_process(environment, policy, timedelta(seconds=request["timeout"]))
     engine.events.open(directory / "events")
     engine.report_log(str(directory / "events"))

@@ -3,7 +3,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from lightning_ft.elastic.sockets import generation_address, shut_down_generation
+from lightning_ft.elastic.sockets import generation_address, shut_down
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def test_shutting_down_a_generation_wakes_up_a_thread_that_reads_from_it() -> No
         received: list[bytes] = []
         thread = threading.Thread(target=lambda: received.append(accepted.recv(1)))
         thread.start()
-        assert shut_down_generation(7) >= 1
+        assert shut_down(generation_address(7)) >= 1
         thread.join(timeout=10)
         assert received == [b""]
         assert client.recv(1) == b""
@@ -36,7 +36,7 @@ def test_shutting_down_a_generation_wakes_up_a_thread_that_reads_from_it() -> No
 
 def test_sockets_of_other_generations_and_of_the_user_are_left_alone() -> None:
     with connected(generation_address(8)) as (_, client, accepted), connected("127.0.0.1") as (_, mine, yours):
-        shut_down_generation(7)
+        shut_down(generation_address(7))
         for one, other in ((client, accepted), (mine, yours)):
             one.sendall(b"x")
             assert other.recv(1) == b"x"
@@ -44,7 +44,7 @@ def test_sockets_of_other_generations_and_of_the_user_are_left_alone() -> None:
 
 def test_a_listener_is_never_shut_down() -> None:
     with connected(generation_address(9)) as (listener, _, _):
-        shut_down_generation(9)
+        shut_down(generation_address(9))
         with socket.create_connection(listener.getsockname(), timeout=10) as again:
             accepted, _ = listener.accept()
             with accepted:
@@ -53,4 +53,4 @@ def test_a_listener_is_never_shut_down() -> None:
 
 
 def test_a_generation_without_sockets_has_nothing_to_shut_down() -> None:
-    assert shut_down_generation(1234) == 0
+    assert shut_down(generation_address(1234)) == 0

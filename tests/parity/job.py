@@ -22,6 +22,8 @@ from lightning_ft.testing import FaultPlan, fingerprint
 
 warnings.filterwarnings("ignore")
 
+STRATEGIES: dict[str, dict[str, Any]] = {"ft": {}, "sharded": {"shard_size": 2}}
+
 
 def run_row(row: Row, strategy: str, devices: int, ft: dict[str, Any], who: str) -> dict[str, Any]:
     record: dict[str, Any] = {}
@@ -35,7 +37,7 @@ def run_row(row: Row, strategy: str, devices: int, ft: dict[str, Any], who: str)
         defaults = {
             "accelerator": "cpu",
             "devices": devices,
-            "strategy": FTStrategy(**{**ft, **row.ft}) if strategy == "ft" else row.ddp,
+            "strategy": row.ddp if strategy == "ddp" else FTStrategy(**{**STRATEGIES[strategy], **ft, **row.ft}),
             "default_root_dir": ".",
             "enable_progress_bar": False,
             "enable_model_summary": False,

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer import call
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 HOOK_CALLERS = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_lightning_datamodule_hook")
 
@@ -99,6 +100,7 @@ def digest(value: Any) -> str:
 
     def feed(value: Any) -> None:
         if isinstance(value, Tensor):
+            value = value.full_tensor() if isinstance(value, DTensor) else value  # on all ranks at the same time
             sha.update(f"{value.dtype}{list(value.shape)}".encode())
             sha.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, Mapping):

@@ -23,6 +23,12 @@ POINTS = (
     "train_epoch_end",
 )
 
+CLIPPED = dict.fromkeys(
+    ("steps", "weights", "callback_metrics", "logged_metrics", "files"),
+    "the norm by which gradients are clipped is summed in another order",
+)
+"""Parts that differ in their last bits."""
+
 
 class Samples(Dataset[tuple[Tensor, Tensor, int]]):
     """Inputs, targets and each sample's number."""
@@ -122,6 +128,7 @@ class Row:
         alike: Further parts of the record in which all ranks of the third run must agree.
         unbalanced: Hooks ("train_batch") of which an end may be missing, as under ``ddp``.
         differs: Parts of the record that may differ from ``ddp``, and why.
+        sharded: Of the same for a module that is sharded; a text: what the error says by which it is refused.
 
     """
 
@@ -142,6 +149,7 @@ class Row:
     alike: Sequence[str] = ()
     unbalanced: Sequence[str] = ()
     differs: Mapping[str, str] = field(default_factory=dict)
+    sharded: Mapping[str, str] | str = field(default_factory=dict)
 
     def trainer_options(self) -> dict[str, Any]:
         return dict(self.trainer() if callable(self.trainer) else self.trainer)

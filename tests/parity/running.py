@@ -69,7 +69,7 @@ class Batches:
 
 def start(names: list[str], strategy: str, directory: Path, timeout: float) -> JobResult:
     request = _request(names, strategy, 2)
-    if strategy == "ft":
+    if strategy != "ddp":
         return run_job(JOB, [request], num_slots=2, directory=directory, timeout=timeout)
     return run_without_supervisor(JOB, [request], num_ranks=2, directory=directory, timeout=timeout)
 

@@ -2,14 +2,14 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from row import Row
 from rows import TABLE
-from running import JOB_OF_ROW, Batches, read, start_with_a_death
+from running import JOB_OF_ROW, Batches, Outcome, read, start_with_a_death
 
 from lightning_ft.events.log import Events
 from lightning_ft.testing import (
@@ -18,6 +18,13 @@ from lightning_ft.testing import (
     assert_recovered,
     assert_steps_contiguous,
     assert_used_up,
+)
+
+# Of these all kinds of steps, of modules, of copies and of files: the others cost two minutes.
+SHARDED = (
+    *("adamw", "clipping by value", "accumulation with a rest", "bf16-mixed", "batch norm and dropout", "tied weights"),
+    *("frozen part", "activation checkpointing", "moving average", "stochastic weight averaging", "two optimizers by hand"),
+    *("lbfgs",),
 )
 
 EVERY_ROW = pytest.mark.parametrize(
@@ -49,18 +56,32 @@ def first_difference(ours: Any, theirs: Any, where: str) -> str:
 
 @EVERY_ROW
 def test_without_faults_it_is_what_ddp_does(row: Row, batches: Batches) -> None:
-    theirs, ours = batches.outcome(row.name, "ddp"), batches.outcome(row.name, "ft")
+    assert_alike(batches.outcome(row.name, "ft"), batches.outcome(row.name, "ddp"), row.differs)
+
+
+def assert_alike(ours: Outcome, theirs: Outcome, may_differ: Mapping[str, str]) -> None:
     assert not theirs.error, f"under ddp:\n{theirs.error}"
     assert not ours.error, ours.error
     assert ours.records.keys() == theirs.records.keys() == {0, 1}
     differences = []
     for rank in range(2):
         mine, other = dict(ours.records[rank]), dict(theirs.records[rank])
-        parts = [part for part in other if part not in row.differs and mine[part] != other[part]]
+        parts = [part for part in other if part not in may_differ and mine[part] != other[part]]
         differences += [first_difference(mine[part], other[part], f"rank {rank} > {part}") for part in parts]
-    if ours.files != theirs.files and "files" not in row.differs:
+    if ours.files != theirs.files and "files" not in may_differ:
         differences.append(first_difference(ours.files, theirs.files, "files"))
     assert not differences, "\n".join(differences)
+
+
+@EVERY_ROW
+def test_sharded_it_is_what_ddp_does(row: Row, batches: Batches, pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("--shard-size", default=0) and row.name not in SHARDED:
+        pytest.skip("`--shard-size 2` runs all rows")
+    theirs, ours = batches.outcome(row.name, "ddp"), batches.outcome(row.name, "sharded")
+    if isinstance(row.sharded, str):
+        assert row.sharded in ours.error
+        return
+    assert_alike(ours, theirs, {**row.differs, **row.sharded})
 
 
 @WITH_A_DEATH

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
-from row import Net, Row, train_loader
+from row import CLIPPED, Net, Row, train_loader
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -188,10 +188,16 @@ ROWS = [
             "under ddp a parameter that was frozen at first is never averaged, and the ranks drift apart",
         ),
     ),
-    Row("two optimizers by hand", TwoOptimizers, ddp="ddp_find_unused_parameters_true"),
+    Row(
+        "two optimizers by hand",
+        TwoOptimizers,
+        ddp="ddp_find_unused_parameters_true",
+        sharded=CLIPPED,
+    ),
     Row(
         "lbfgs",
         Lbfgs,
+        sharded="Use `FTStrategy(shard_size=1)`, or another optimizer.",
         differs=dict.fromkeys(("weights", "files"), "the losses by which LBFGS decides when to stop are those of all ranks"),
     ),
 ]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from row import Net, Row
+from row import CLIPPED, Net, Row
 from torch.optim import SGD, Adam, lr_scheduler
 
 
@@ -55,7 +55,7 @@ ROWS = [
             interval="step",
         ),
     ),
-    Row("clipping by norm", trainer={"gradient_clip_val": 0.1}),
+    Row("clipping by norm", trainer={"gradient_clip_val": 0.1}, sharded=CLIPPED),
     Row("clipping by value", trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     Row("accumulation", trainer={"accumulate_grad_batches": 2}, kill={"step": 2}),
     Row("accumulation with a rest", trainer={"accumulate_grad_batches": 4, "max_epochs": 3}),

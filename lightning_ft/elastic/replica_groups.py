@@ -1,0 +1,129 @@
+"""The groups within which a rank's state is divided, and across which it is repeated.
+
+The group of a replica is kept as long as its ranks are; the one across replicas is made for each generation, as the group of
+all members is. If every rank is a replica by itself there are none: the group of all members is the one across replicas.
+"""
+
+import torch
+
+from lightning_ft.elastic._torch_compat import install_shard_group, number_shard_group
+from lightning_ft.elastic.exchange import Exchange
+from lightning_ft.elastic.groups import Group, Groups
+from lightning_ft.elastic.protocol import NO_SLOT, Generation
+from lightning_ft.elastic.replica import Replica
+from lightning_ft.elastic.shard_group import ShardGroup
+from lightning_ft.elastic.vigil import Vigil
+
+_NONE = -1
+
+
+class ReplicaGroups:
+    """Groups of the replica that this process is part of.
+
+    Args:
+        groups: Makes them.
+        slot: This process's slot.
+        num_slots: How many slots the job has.
+        waits: How to wait in the replica's group.
+
+    """
+
+    def __init__(self, groups: Groups, slot: int, num_slots: int, waits: Vigil) -> None:
+        self.replica = Replica(0, 0, (slot,), num_slots)
+        self.replicate: Group | None = None
+        self._groups = groups
+        self._num_slots = num_slots
+        self._waits = waits
+        self._proxy: ShardGroup | None = None
+        self._is_alone = False
+        self._made = _NONE  # in which generation the replica's group was connected
+        self._connected: tuple[int, ...] = ()
+
+    @property
+    def shard_group(self) -> ShardGroup:
+        """Return the group of the replica, the same object for the life of the process."""
+        if self._proxy is None:
+            self._proxy = ShardGroup(self.replica)
+            install_shard_group(self._proxy)
+            self._number()
+        return self._proxy
+
+    def prepare(self, slot: int, shard: int, size: int) -> None:
+        """Let this process, which is to join, do by itself what it will do as ``shard`` of ``size``."""
+        slots = [NO_SLOT] * size
+        slots[shard] = slot
+        self.replica, self._is_alone = Replica(0, shard, tuple(slots), 1), True
+        self._number()
+
+    def lives_in(self, generation: Generation) -> bool:
+        """Whether this replica goes on in ``generation``; called from the link's thread, too."""
+        slots = self.replica.slots
+        return len(slots) == 1 or generation["ending"] or list(slots) in generation["replicas"]
+
+    def connect(self, generation: Generation, slot: int, group: Group, vigil: Vigil) -> None:
+        """Collective. Connect what ``generation`` needs beside the group of all its members.
+
+        Raises:
+            RuntimeError: If a member died meanwhile.
+
+        """
+        replicas = generation["replicas"]
+        if generation["ending"]:
+            return  # all that is left to do is to agree on that
+        replica = Replica.of(slot, replicas)
+        if replica.size > 1:
+            if replica.count > 1:
+                self.replicate = self._groups.create(replica.index, replica.count, vigil, name=f"shard{replica.shard}")
+            self._connect_replica(replica, generation, group, vigil)
+        else:
+            self.replicate = group if replica.count > 1 else None
+        self.replica, self._is_alone = replica, False
+        self._number()
+
+    def _connect_replica(self, replica: Replica, generation: Generation, group: Group, vigil: Vigil) -> None:
+        """Keep the replica's group if all its ranks have it, else make it anew."""
+        proxy = self.shard_group
+        has_it = proxy.is_connected and self._connected == replica.slots
+        mine = torch.tensor([self._made if has_it else _NONE])
+        rank = generation["members"].index(replica.slots[replica.shard])
+        table = Exchange(group, rank, len(generation["members"]), []).all_gather(mine)
+        first = replica.index * replica.size
+        made = {int(row) for row in table[first : first + replica.size]}
+        if len(made) > 1 or _NONE in made:
+            self.lose()
+            name = f"replica{replica.index}"
+            inner = self._groups.create(replica.shard, replica.size, vigil, name=name, waits=self._waits)
+            proxy.connect(inner)
+            self._made, self._connected = generation["number"], replica.slots
+
+    def break_off(self) -> None:
+        """Let go of the group across replicas, whose generation is over; its sockets are shut already."""
+        if self.replicate is not None and self.replica.size > 1:
+            self._groups.retire(self.replicate)
+        self.replicate = None
+
+    def interrupt(self) -> None:
+        """Make whatever waits inside the replica raise; called from the link's thread, too."""
+        if self._made != _NONE:
+            self._groups.interrupt_replica(self._made)
+
+    def lose(self) -> None:
+        """Break the replica's group off, on all its ranks."""
+        inner = None if self._proxy is None else self._proxy.lose()
+        if inner is not None:
+            self.interrupt()
+            self._groups.retire(inner)
+        self._connected = ()
+
+    def _number(self) -> None:
+        """Say which global ranks the shards are."""
+        if self._proxy is None:
+            return
+        size, shard, first = self.replica.size, self.replica.shard, self.replica.index * self.replica.size
+        if self._is_alone:  # by itself, a process that joins takes itself for the last rank
+            ranks = list(range(self._num_slots - size, self._num_slots - 1))
+            ranks.insert(shard, self._num_slots - 1)
+        else:
+            ranks = list(range(first, first + size))
+        self._proxy.replica = self.replica
+        number_shard_group(self._proxy, ranks)
