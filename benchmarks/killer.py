@@ -31,6 +31,13 @@ class Killer:
         found = list(self._root.glob("**/ft_events/*/supervisor.jsonl"))
         return found[0].parent if found else None
 
+    def replicas(self) -> list[list[int]]:
+        """Return the slots of the replicas that are whole."""
+        assert self.directory is not None
+        generations = [e for e in read_events(self.directory) if e["event"] == "generation" and e["slot"] is None]
+        replicas: list[list[int]] = generations[-1]["replicas"]
+        return replicas
+
     def settled(self) -> dict[int, int]:
         """Return the process ids, by slot, of the ranks that take part in the training and hold its state."""
         if self.directory is None:

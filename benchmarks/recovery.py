@@ -1,9 +1,10 @@
-"""What a death and a return cost: kills of random ranks at random moments of a training with three ranks.
+"""What a death and a return cost: kills of random ranks at random moments of a training with three replicas.
 
 ``stall_ms``: from the signal to the next commit of a survivor that knows of it, beyond a median step. ``respawn_s``: from
 there to the new incarnation's first commit. ``join_gap_ms``: the others' longest step around the admission, beyond a median
 one. ``steps_lost``: optimizer steps that no rank committed. With ``--stop SECONDS`` ranks are stopped (SIGSTOP) instead of
-killed, and ``timeout`` is that long.
+killed, and ``timeout`` is that long. With ``--pairs`` a rank of each of two replicas is killed at once, of different shards:
+``regrouped`` is how often what was left of them became a replica in that very step.
 """
 
 import argparse
@@ -20,31 +21,37 @@ from pathlib import Path
 
 from benchmarks.killer import Killer
 from lightning_ft.events.audit import Audit, audit
-from lightning_ft.events.log import read_events
+from lightning_ft.events.log import Events, read_events
 
 
-def measure(kills: int, seed: int, size: str, work: float, spares: int, stop: float | None) -> Audit:
-    """Run one training with ``kills`` deaths and return what its events add up to."""
-    chance = random.Random(seed)
+def measure(options: argparse.Namespace) -> tuple[Audit, int]:
+    """Run one training with deaths; return what its events add up to, and how often orphans became a replica."""
+    chance, kills, stop = random.Random(options.seed), options.kills, options.stop
+    shard_size = 1 if options.shard_size == "all" else int(options.shard_size)
+    num_ranks = shard_size * options.replicas
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--devices", "3", "--size", size]
-        command += ["--work", str(work), "--steps", "100000", "--epoch-steps", "500", "--max-restarts", "1000"]
-        command += ["--spares", str(spares), "--stop-file", str(root / "stop"), "--directory", directory]
+        command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--devices", str(num_ranks)]
+        command += ["--size", options.size, "--shard-size", options.shard_size, "--work", str(options.work)]
+        command += ["--steps", "100000", "--epoch-steps", "500", "--max-restarts", "1000"]
+        command += ["--spares", str(options.spares), "--stop-file", str(root / "stop"), "--directory", directory]
         command += ["--timeout", str(stop)] if stop is not None else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
-            killer, stopped = Killer(root), -1
+            killer, gone = Killer(root), set[int]()
             deadline = time.monotonic() + 120 + 10 * kills
             while killer.num_faults < kills and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(chance.uniform(0.8, 1.6))
                 settled = killer.settled()
-                if len(settled) == 3 and stopped not in settled.values():
-                    slot = chance.choice(sorted(settled))
-                    stopped = settled[slot]
-                    killer.kill(slot, stopped, signal.SIGKILL if stop is None else signal.SIGSTOP)
+                if len(settled) < num_ranks or gone & set(settled.values()):
+                    continue
+                victims = chance.sample(killer.replicas(), 2 if options.pairs else 1)
+                for shard, replica in zip(chance.sample(range(shard_size), len(victims)), victims, strict=True):
+                    slot = replica[shard]
+                    gone.add(settled[slot])
+                    killer.kill(slot, settled[slot], signal.SIGKILL if stop is None else signal.SIGSTOP)
                     print(f"kill {killer.num_faults} of {kills}: slot {slot}", flush=True)
-            while len(killer.settled()) < 3 and job.poll() is None and time.monotonic() < deadline:
+            while len(killer.settled()) < num_ranks and job.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.2)
             (root / "stop").touch()
             try:
@@ -55,7 +62,20 @@ def measure(kills: int, seed: int, size: str, work: float, spares: int, stop: fl
             if job.returncode:
                 sys.exit(f"The training ended with {job.returncode}:\n{output.decode()}")
         assert killer.directory is not None
-        return audit(read_events(killer.directory))
+        events = read_events(killer.directory)
+        return audit(events), count_regrouped(events)
+
+
+def count_regrouped(events: Events) -> int:
+    """Return how many replicas were made of ranks of others that had lost some."""
+    known: list[list[int]] = []
+    count = 0
+    for event in events:
+        if event["event"] == "generation" and event["slot"] is None:
+            new = [replica for replica in event["replicas"] if replica not in known]
+            count += len(new) if event["reason"] == "death" else 0
+            known = event["replicas"]
+    return count
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -75,18 +95,22 @@ def main() -> None:
     parser.add_argument("--size", default="0.1M")
     parser.add_argument("--work", type=float, default=0.01, help="Seconds that each step waits besides computing.")
     parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--shard-size", default="1", help="Ranks of a replica.")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--stop", type=float, default=None, metavar="SECONDS")
     options = parser.parse_args()
-    record = measure(options.kills, options.seed, options.size, options.work, options.spares, options.stop)
+    record, num_regrouped = measure(options)
     assert record.median_step is not None
-    stalls = [1e3 * (d.recovery - record.median_step) for d in record.deaths if d.recovery is not None]
+    stalls = [1e3 * (d.recovery - record.median_step) for d in record.deaths if d.member and d.recovery is not None]
     gaps = [1e3 * join.gap for join in record.joins if join.gap is not None]
     result = {
         "stall_ms": spread(stalls),
         "steps_lost": len(record.steps_lost) + len(record.conflicts),
         "respawn_s": spread([death.respawn for death in record.deaths if death.respawn is not None]),
         "join_gap_ms": spread(gaps),
-        "deaths": len(record.deaths),
+        "deaths": sum(death.member for death in record.deaths),
+        "regrouped": num_regrouped,
         "joins": len(record.joins),
         "median_step_ms": round(1e3 * record.median_step, 2),
         "problems": record.problems(unfinished_epoch=True),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
+from lightning_ft.sharding.full_state import gather_full
 
 WIDTHS = {"0.01M": (64, 2), "0.1M": (208, 3), "10M": (1820, 4)}
 """Hidden width and number of hidden layers, by parameters."""
@@ -115,11 +116,11 @@ class Checksums(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step % 25 == 0:
             digest = hashlib.sha256()
-            for tensor in pl_module.state_dict().values():
-                digest.update(tensor.numpy().tobytes())
+            values = list(pl_module.state_dict().values())
             for state in trainer.optimizers[0].state.values():
-                for value in state.values():
-                    digest.update(torch.as_tensor(value).numpy().tobytes())
+                values += state.values()
+            for value in gather_full(values):
+                digest.update(torch.as_tensor(value).numpy().tobytes())
             trainer.strategy.events.emit("checksum", step=trainer.global_step, digest=digest.hexdigest()[:16])
 
 
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--times", default=None, help="File for the duration of each step.")
     parser.add_argument("--max-restarts", type=int, default=3)
     parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--shard-size", default="1", help="Ranks of a replica.")
     parser.add_argument("--stop-file", default=None, help="End when this file appears.")
     parser.add_argument("--timeout", type=float, default=None)
     parser.add_argument("--accumulate", type=int, default=1)
@@ -152,7 +154,8 @@ def main() -> None:
     per_epoch = options.epoch_steps or options.steps
     strategy: FTStrategy | str = options.strategy
     if strategy == "ft":
-        strategy = FTStrategy(max_restarts=options.max_restarts, spares=options.spares, timeout=options.timeout)
+        shard_size = options.shard_size if options.shard_size == "all" else int(options.shard_size)
+        strategy = FTStrategy(shard_size, max_restarts=options.max_restarts, spares=options.spares, timeout=options.timeout)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,

@@ -52,7 +52,6 @@ DEFAULT_GROUP_NAME = "lightning_ft"
 SHARD_GROUP_NAME = "lightning_ft_shard"
 GLOO_NAMES = {
     "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
     "all_to_all_single": "alltoall_base",
 }
 """What gloo calls the collectives to which torch has given new names."""

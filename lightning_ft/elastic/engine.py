@@ -47,6 +47,8 @@ class Engine(Protocol):
     num_slots: int
     on_change: Callable[[Change], None]
     activity: Activity
+    may_regroup: bool
+    """Whether :class:`ReplicaLost` finds somebody who knows what to do; else this process is started again, at once."""
 
     @property
     def replica(self) -> Replica:
@@ -112,6 +114,17 @@ class Engine(Protocol):
 
         Raises:
             ReplicaLost: If this rank's replica is not whole any more.
+
+        """
+
+    def redo(self, work: Callable[[], Result], undo: Callable[[], None]) -> Result:
+        """Collective. Return what ``work`` returns; whenever this rank loses its replica in it, do it again in a new one.
+
+        While it is done again, operations that were completed before are not run, but have the results that they had.
+
+        Args:
+            work: Calls collectives of the replica, and the same operations each time.
+            undo: Called before each further time.
 
         """
 
@@ -187,6 +200,7 @@ class SoloEngine:
     hold = False
 
     replica = Replica(0, 0, (0,), 1)
+    may_regroup = False
 
     def __init__(self) -> None:
         self.on_change: Callable[[Change], None] = lambda change: None
@@ -210,6 +224,9 @@ class SoloEngine:
         voted: bool = False,
     ) -> Result:
         return body((opened or self.open(label, size=size, inline=inline)).wait())
+
+    def redo(self, work: Callable[[], Result], undo: Callable[[], None]) -> Result:
+        return work()
 
     def regroup(self) -> None:
         raise RuntimeError("The replica of a job of one process can't be lost without it.")

@@ -166,7 +166,7 @@ class GlooGroup:
 
     def start(self, collective: str, *args: Any) -> Work:
         """Start any collective of gloo, by its name."""
-        return self._begin(getattr(self._group, collective)(*args[:-1], self._bounded(args[-1])))
+        return self._begin(getattr(self._group, collective), *args[:-1], self._bounded(args[-1]))
 
     def is_idle(self) -> bool:
         """Whether nothing is under way."""

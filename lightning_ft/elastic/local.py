@@ -17,9 +17,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store
 
 from lightning_ft.elastic._torch_compat import connect_store
@@ -27,6 +28,7 @@ from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.engine import Change
 from lightning_ft.elastic.exchange import INTERRUPT, Exchange, Interrupted, PendingExchange, pack_header
 from lightning_ft.elastic.groups import GlooGroups, Group, Groups
+from lightning_ft.elastic.journal import Journal
 from lightning_ft.elastic.leveling import Leveling, Outcome, ProvideState, Standing
 from lightning_ft.elastic.link import SupervisorLink
 from lightning_ft.elastic.options import Policy
@@ -83,6 +85,7 @@ class LocalEngine:
         self.run_id = environment.run_id
         self.on_change: Callable[[Change], None] = lambda change: None
         self.alone = True
+        self.may_regroup = False
         self.events = events
         self._timeout = timeout.total_seconds()
         self._patience = self._timeout + _SUPERVISOR_SECONDS
@@ -92,7 +95,7 @@ class LocalEngine:
         self._store = connect_store(host, port, timeout)
         self.activity = Activity()
         waits = VigilOfReplica(self._timeout, lambda: self._vigil, self._follow)
-        self._replicas = ReplicaGroups(self._groups, self.slot, self.num_slots, waits)
+        self._replicas = ReplicaGroups(self._groups, self.slot, self.num_slots, waits, self._lose_replica)
         self._link = SupervisorLink(environment, self._interrupt, self.activity.answer)
         self._link.send({"type": "hello", "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()})
         self._link.send(policy.to_message())
@@ -108,6 +111,8 @@ class LocalEngine:
         self._last: Any = None
         self._ballot: Any = None  # this rank's own result of the operation that is voted on
         self._is_running = False  # inside of an operation
+        self._label = ""
+        self._journal: Journal | None = None
         self._dead: dict[int, str] = {}  # since the last change that this rank took part in
         self._reported: float | None = None
         self._step = 0
@@ -169,7 +174,8 @@ class LocalEngine:
     # Operations.
 
     def open(self, label: str, *, size: int = 0, inline: bytes = b"") -> PendingExchange:
-        group = None if self.alone else self._group
+        is_over = self._journal is not None and self._journal.is_behind  # it will not be run
+        group = None if self.alone or is_over else self._group
         header = pack_header(self._sequence, size, label, inline)
         rank, count = (0, 1) if self.alone else (self._live_rank, len(self._members))
         replicate, num_replicas = (None, 1) if self.alone else (self._replicas.replicate, self.replica.count)
@@ -187,20 +193,35 @@ class LocalEngine:
         voted: bool = False,
     ) -> Result:
         """Collective. Run the next operation, again among the survivors whenever a rank dies in it."""
+        if self._journal is not None and self._journal.is_behind:
+            return cast(Result, self._read_journal(label))
         if self._opened is not None and self._opened is not opened:
             self._withdraw(label)
         if opened is not None and opened.withdrawn:
             opened = None
-        self._is_running = True
+        self._is_running, self._label = True, label
         try:
             if not voted or self.alone or self.replica.size == 1:
-                return self._run(label, body, size, inline, opened)
-            self._run(label, self._voted(body), size, inline, opened)
-            result: Result = self._ballot
+                result = self._run(label, body, size, inline, opened)
+            else:
+                self._run(label, self._voted(body), size, inline, opened)
+                result = self._ballot
+            if self._journal is not None:
+                self._journal.write(label, result)
             return result
         finally:
             self._is_running = False
             self._opened = None
+
+    def _read_journal(self, label: str) -> Any:
+        """Return the result of an operation that was completed before."""
+        assert self._journal is not None
+        self._opened = None
+        known, result = self._journal.read()
+        if known != label:
+            log.warning("A step that was begun again called %s, where it had called %s before.", label, known)
+            self.retire()
+        return result
 
     def _voted(self, body: Callable[[Exchange], Result]) -> Callable[[Exchange], Any]:
         """Let ``body`` end when all ranks have their results: whoever fails in that has its own in hand."""
@@ -275,10 +296,12 @@ class LocalEngine:
             self._replicas.prepare(self.slot, entered["shard"], entered["shard_size"])
         if mode == "start":
             self._sequence, self._last = 0, None
+            self.may_regroup = True  # nothing of this call has been done yet
             try:
                 self._reconfigure()
             except ReplicaLost:
-                self.regroup()  # nothing of this call has been done yet
+                self.regroup()
+            self.may_regroup = False
         return mode
 
     def _take_slot(self, call: int) -> bool:
@@ -307,6 +330,35 @@ class LocalEngine:
         self._opened = None
         self.alone = True
 
+    def redo(self, work: Callable[[], Result], undo: Callable[[], None]) -> Result:
+        """Collective. Return what ``work`` returns; whenever this rank loses its replica in it, do it again in a new one."""
+        if self.alone or self.replica.size == 1:
+            return work()
+        began = self._sequence
+        self._journal, self.may_regroup = Journal(), True
+        is_whole = True
+        try:
+            while True:
+                try:
+                    if not is_whole:
+                        undo()
+                        self.regroup()
+                        self._check_place(began)
+                        self._journal.rewind()
+                        is_whole = True
+                    return work()
+                except ReplicaLost:
+                    is_whole = False
+        finally:
+            self._journal, self.may_regroup = None, False
+
+    def _check_place(self, began: int) -> None:
+        """Collective in the replica. Go on only if all of it are in the same piece of work, and their shards of one step."""
+        place = torch.tensor([began, -began])
+        dist.all_reduce(place, dist.ReduceOp.MAX, group=self.shard_group)
+        if place[0] != -place[1]:
+            self.retire()
+
     def regroup(self) -> None:
         """Collective. After ReplicaLost: return once this rank is part of a replica again."""
         self.events.emit("orphaned", sequence=self._sequence)
@@ -316,8 +368,19 @@ class LocalEngine:
         self._break_off()
         self._link.send({"type": "failed", "generation": number, "reason": "its replica is not whole"})
         _, outcome = self._reconfigure(regrouping=True)
-        if outcome.replay is not None:
-            self._complete(outcome.replay[0])
+        if outcome.replay is None:
+            return
+        (result,) = outcome.replay
+        self._complete(result)
+        if result == _INTERRUPTED:
+            raise Interrupted
+        if self._journal is not None:
+            self._journal.write(self._label, self._ballot if result == _VOTED else result)
+
+    def _lose_replica(self) -> NoReturn:
+        if not self.may_regroup:
+            self.retire()
+        raise ReplicaLost
 
     def retire(self) -> NoReturn:
         """After ReplicaLost: have this process started again, since it can't go on from where it stands."""
@@ -392,7 +455,7 @@ class LocalEngine:
         if self._is_running:
             raise RuntimeError("A newer generation came.")
         if not self._replicas.lives_in(newer):
-            raise ReplicaLost
+            self._lose_replica()
         self._withdraw_opened()
         self._break_off()
         _, outcome = self._reconfigure()
@@ -419,7 +482,7 @@ class LocalEngine:
             is_whole = self._replicas.lives_in(generation) or generation["reason"] == ("join" if at_top else "start")
             if self.slot not in generation["members"] or not (joining or regrouping or is_whole):
                 self._generation = generation["number"] - 1  # it is for the one who regroups
-                raise ReplicaLost
+                self._lose_replica()
             number, members = generation["number"], tuple(generation["members"])
             self._vigil = self._make_vigil(number)
             try:

@@ -4,6 +4,9 @@ The group of a replica is kept as long as its ranks are; the one across replicas
 all members is. If every rank is a replica by itself there are none: the group of all members is the one across replicas.
 """
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import torch
 
 from lightning_ft.elastic._torch_compat import install_shard_group, number_shard_group
@@ -25,10 +28,12 @@ class ReplicaGroups:
         slot: This process's slot.
         num_slots: How many slots the job has.
         waits: How to wait in the replica's group.
+        fail: Called when a collective of the replica finds that one of its ranks is gone; raises, or does not return.
 
     """
 
-    def __init__(self, groups: Groups, slot: int, num_slots: int, waits: Vigil) -> None:
+    def __init__(self, groups: Groups, slot: int, num_slots: int, waits: Vigil, fail: Callable[[], NoReturn]) -> None:
+        self._fail = fail
         self.replica = Replica(0, 0, (slot,), num_slots)
         self.replicate: Group | None = None
         self._groups = groups
@@ -43,7 +48,7 @@ class ReplicaGroups:
     def shard_group(self) -> ShardGroup:
         """Return the group of the replica, the same object for the life of the process."""
         if self._proxy is None:
-            self._proxy = ShardGroup(self.replica)
+            self._proxy = ShardGroup(self.replica, self._fail)
             install_shard_group(self._proxy)
             self._number()
         return self._proxy

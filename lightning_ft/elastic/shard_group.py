@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 from lightning_ft.elastic._torch_compat import GLOO_NAMES, SHARD_GROUP_NAME
 from lightning_ft.elastic.groups import Group, Work
-from lightning_ft.elastic.replica import Replica, ReplicaLost
+from lightning_ft.elastic.replica import Replica
 
 
 class ShardGroup(dist.ProcessGroup):
@@ -24,11 +24,13 @@ class ShardGroup(dist.ProcessGroup):
 
     Args:
         replica: The replica, or one like that which this process is to be part of.
+        fail: Called when a rank of the replica is gone; raises, or does not return.
 
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, fail: Callable[[], NoReturn]) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
+        self._fail = fail
         self.replica = replica
         """The replica, whose ranks collectives reach once they are connected."""
         self._inner: Group | None = None
@@ -139,15 +141,20 @@ class ShardGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
-        options = dist.ReduceScatterOptions()
-        if opts is not None:
-            options.reduceOp = opts.reduceOp
+        # By an exchange of rows: gloo's own reduces them all to all ranks, and its wait heeds no timeout.
+        op = ReduceOp.SUM if opts is None else opts.reduceOp
+        fold = next((fold for known, fold in _FOLDS if op == known), None)  # as keys, the two kinds of `op` differ
+        if fold is None:
+            raise NotImplementedError(f"`reduce_scatter` with {op} is not available in the group of a replica.")
+        rows = output.new_empty(self.size(), *output.shape)
 
         def alike() -> None:
-            output.detach().copy_(tensor.reshape(self.size(), *output.shape)[self.rank()])
-            self._reduce_alike([output], options.reduceOp)
+            rows.copy_(tensor.reshape(rows.shape)[self.rank()].expand(rows.shape))
 
-        return self._start("reduce_scatter_single", (output, tensor, options), output, alike)
+        work = self._start(
+            "all_to_all_single", (rows.view(-1), tensor.reshape(-1), [], [], c10d.AllToAllOptions()), rows, alike
+        )
+        return _Folded(work, output, rows, fold)
 
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
@@ -167,7 +174,7 @@ class ShardGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> dist.Work:
-        arguments = (output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions())
+        arguments = (output, tensor, output_splits, input_splits, opts or c10d.AllToAllOptions())
         return self._start("all_to_all_single", arguments, output, lambda: output.detach().zero_())
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
@@ -189,18 +196,27 @@ class ShardGroup(dist.ProcessGroup):
     def _start(self, name: str, arguments: tuple[Any, ...], outputs: Any, alike: Callable[[], Any]) -> dist.Work:
         """Start a collective; by itself, this rank does as if all others were like it."""
         if self._is_lost:
-            raise ReplicaLost
+            self._fail()
         if self._inner is None:
             alike()
             return _AllOf([], outputs)
         try:
-            return _ReplicaWork(self._inner.start(GLOO_NAMES.get(name, name), *arguments), outputs)
-        except RuntimeError as error:
-            raise ReplicaLost from error
+            work = self._inner.start(GLOO_NAMES.get(name, name), *arguments)
+        except RuntimeError:
+            self._fail()
+        return _ReplicaWork(work, outputs, self._fail)
 
     def _reduce_alike(self, tensors: list[Tensor], op: Any) -> None:
         for tensor in tensors if op == ReduceOp.SUM else ():
             tensor.detach().mul_(self.size())
+
+
+_FOLDS: tuple[tuple[Any, Callable[[Tensor], Tensor]], ...] = (
+    (ReduceOp.SUM, lambda rows: rows.sum(0)),
+    (ReduceOp.AVG, lambda rows: rows.sum(0).div_(len(rows))),
+    (ReduceOp.MAX, lambda rows: rows.amax(0)),
+    (ReduceOp.MIN, lambda rows: rows.amin(0)),
+)
 
 
 def _nothing() -> None:
@@ -215,16 +231,17 @@ def _reducing(opts: Any) -> Any:
 
 
 class _ReplicaWork(dist.Work):
-    def __init__(self, work: Work, outputs: Any) -> None:
+    def __init__(self, work: Work, outputs: Any, fail: Callable[[], NoReturn]) -> None:
         super().__init__()
+        self._fail = fail
         self._work = work
         self._outputs = outputs
 
     def wait(self, timeout: Any = None) -> bool:
         try:
             self._work.wait()
-        except RuntimeError as error:
-            raise ReplicaLost from error
+        except RuntimeError:
+            self._fail()
         return True
 
     def is_completed(self) -> bool:
@@ -232,6 +249,28 @@ class _ReplicaWork(dist.Work):
 
     def result(self) -> Any:
         return self._outputs
+
+
+class _Folded(dist.Work):
+    """Ends in ``output`` being what ``rows`` add up to."""
+
+    def __init__(self, work: dist.Work, output: Tensor, rows: Tensor, fold: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._work = work
+        self._output = output
+        self._rows = rows
+        self._fold = fold
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._work.wait()
+        self._output.detach().copy_(self._fold(self._rows))
+        return True
+
+    def is_completed(self) -> bool:
+        return False  # not before somebody waited for it
+
+    def result(self) -> Any:
+        return self._output
 
 
 class _AllOf(dist.Work):

@@ -46,6 +46,15 @@ def put_together(states: Sequence[Any], base: int, mesh: DeviceMesh) -> Any:
     return _put_together(states, base, mesh.get_local_rank(), mesh.size(), lambda *args: _as_tensor(mesh, *args))
 
 
+def put_back(state: Any, mesh: DeviceMesh) -> Any:
+    """Return what a rank had taken apart that held the same shard of equally many, as sharded tensors of ``mesh``."""
+
+    def is_piece(value: Any) -> bool:
+        return isinstance(value, dict) and _PIECE in value
+
+    return _replace(state, is_piece, lambda value: _as_tensor(mesh, value[_PIECE], value["size"], value["dim"]))
+
+
 def put_together_whole(states: Sequence[Any], base: int = 0) -> Any:
     """Return the state with whole tensors."""
     return _put_together(states, base, 0, 1, lambda local, size, dim: local)

@@ -325,6 +325,7 @@ class FTStrategy(ParallelStrategy):
             self.engine,
             self.collectives,
             find_unused_parameters=self._find_unused_parameters,
+            recover=None if self.sharded is None else self.sharded.recover,
         )
         live.on_batch_end, live.may_pause = steps.end_batch, lambda: steps.may_pause
         return steps

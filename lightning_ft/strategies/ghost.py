@@ -36,7 +36,7 @@ class GhostSteps:
         """Take back what stood in for batches of this rank: the epoch has another one."""
         for metric, saved, count in self._stand_ins:
             if metric._update_count == count:
-                _restore_metric(metric, saved)
+                restore_metric(metric, saved)
         self._stand_ins.clear()
 
     @contextmanager
@@ -48,7 +48,7 @@ class GhostSteps:
         """
         results = self._trainer.fit_loop.epoch_loop._results
         metrics = [module for module in self._pl_module.modules() if isinstance(module, Metric)]
-        saved = [(metric, _metric_state(metric)) for metric in (*metrics, *results.values())]
+        saved = [(metric, metric_state(metric)) for metric in (*metrics, *results.values())]
         known = list(results)
         buffers = {name: buffer.detach().clone() for name, buffer in self._pl_module.named_buffers()}
         update_metrics = results.update_metrics
@@ -66,12 +66,12 @@ class GhostSteps:
             self._collectives.weight = 1.0
             del results.update_metrics
             # A key logged for the first time stays, as on the other ranks.
-            saved += [(results[key], _blank_state(results[key])) for key in results.keys() - set(known)]
+            saved += [(results[key], blank_state(results[key])) for key in results.keys() - set(known)]
             for metric, state in saved:
                 if _would_be_of_nothing(metric, state):
                     self._stand_ins.append((metric, state, metric._update_count))
                 else:
-                    _restore_metric(metric, state)
+                    restore_metric(metric, state)
             for name, buffer in self._pl_module.named_buffers():
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.detach().copy_(buffers[name])
@@ -88,7 +88,8 @@ def _would_be_of_nothing(metric: Metric, state: dict[str, Any]) -> bool:
     return math.isinf(state["value"])
 
 
-def _metric_state(metric: Metric) -> dict[str, Any]:
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return what :func:`restore_metric` needs to bring ``metric`` back to where it is."""
     state: dict[str, Any] = {}
     for name in metric._defaults:
         value = getattr(metric, name)
@@ -97,13 +98,15 @@ def _metric_state(metric: Metric) -> dict[str, Any]:
     return {**state, "_update_count": metric._update_count}
 
 
-def _blank_state(metric: Metric) -> dict[str, Any]:
+def blank_state(metric: Metric) -> dict[str, Any]:
+    """Return the state of ``metric`` before its first update."""
     state: dict[str, Any] = {
         name: [] if isinstance(value, list) else value.clone() for name, value in metric._defaults.items()
     }
     return {**state, "_update_count": 0}
 
 
-def _restore_metric(metric: Metric, saved: dict[str, Any]) -> None:
+def restore_metric(metric: Metric, saved: dict[str, Any]) -> None:
+    """Bring ``metric`` back to a state that it had."""
     for name, value in saved.items():
         object.__setattr__(metric, name, value) if isinstance(value, Tensor | list) else setattr(metric, name, value)

@@ -14,6 +14,8 @@ from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine
 from lightning_ft.events.log import EventLog
+from lightning_ft.sharding.mesh import shard_mesh
+from lightning_ft.sharding.shard_tree import put_back, take_apart
 from lightning_ft.strategies import changing_modules, joining, leadership, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
@@ -225,7 +227,7 @@ class LiveTraining:
     def _hand_out(self, joined: Sequence[int]) -> dict[str, Any]:
         assert self.loader is not None
         return {
-            "training": joining.collect_state(self.trainer),
+            "training": self._collect_state(),
             "loader": self.loader.state_dict(),
             "slots": sorted({*self._slots, *joined}),
             "logger_versions": self._logger_versions,
@@ -246,6 +248,9 @@ class LiveTraining:
         joining.set_up_data(trainer)
         tuning.leave_out(trainer)
         state = self._engine.join()
+        if self._engine.replica.size > 1:
+            mesh = shard_mesh(self._engine.shard_group, self._pl_module.device.type)
+            state["training"] = put_back(state["training"], mesh)
         joining.set_up_data(trainer, state["training"])
         assert self.loader is not None
         self._divide_among(state["slots"])
@@ -261,6 +266,11 @@ class LiveTraining:
         self._own_groups = [optimizer.param_groups for optimizer in trainer.optimizers]
         changing_modules.adopt_groups(self._pl_module, trainer.optimizers, self._received["groups"])
         return joining.checkpoint_of(self._received)
+
+    def _collect_state(self) -> Any:
+        """Return the state of the training, of what is sharded the part that this rank and the joiner hold."""
+        state = joining.collect_state(self.trainer)
+        return take_apart(state) if self._engine.replica.size > 1 else state
 
     def _finish_joining(self, state: dict[str, Any]) -> None:
         self._received = None

@@ -15,6 +15,7 @@ from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.module_parameters import ModuleParameters
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.step_checks import agree_on_loss, check_all_used
+from lightning_ft.strategies.step_traces import StepTraces
 
 
 class TrainingSteps:
@@ -28,6 +29,7 @@ class TrainingSteps:
         engine: Of the job.
         collectives: Of the live ranks.
         find_unused_parameters: Whether a step may leave parameters without a gradient.
+        recover: Makes a sharded module usable after an exception in the middle of a step; None if it is not sharded.
 
     """
 
@@ -41,7 +43,9 @@ class TrainingSteps:
         collectives: Collectives,
         *,
         find_unused_parameters: bool,
+        recover: Callable[[], None] | None = None,
     ) -> None:
+        self._recover = recover
         self._pl_module = pl_module
         self._parameters = parameters
         self._reducer = reducer
@@ -104,7 +108,7 @@ class TrainingSteps:
     def wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return what ``optimizer`` is to call instead of ``closure``."""
         if self._is_automatic:
-            closure = self._reducing(closure)
+            closure = self._redoing(self._reducing(closure))
         if isinstance(optimizer, LBFGS):  # decides by the loss how often it calls the closure, and how far it goes
             closure = agree_on_loss(closure, self._collectives)
         return closure
@@ -144,6 +148,27 @@ class TrainingSteps:
             return torch.zeros((), device=self._pl_module.device) if loss is None else loss
 
         return reducing
+
+    def _redoing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Have ``closure`` begin again in another replica when this rank loses its own; the others wait for it."""
+        if self._recover is None:
+            return closure
+        recover = self._recover
+
+        def redoing() -> Any:
+            traces = StepTraces(self._live.trainer, self._pl_module)
+            num_micro_batches = len(self._micro_batches)
+
+            def undo() -> None:
+                if num_micro_batches:  # their gradients are those of the replica that is lost
+                    self._engine.retire()
+                recover()
+                traces.undo()
+                self._micro_batches.clear()
+
+            return self._engine.redo(closure, undo)
+
+        return redoing
 
     def _arm(self) -> None:
         weight, total = sum(self._micro_batches), len(self._micro_batches)

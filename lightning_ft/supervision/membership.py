@@ -128,7 +128,8 @@ class Membership:
         if rank.raised is not None:
             how = tell_raised(rank.raised)
         is_member = slot in self.members
-        was_member = is_member or rank.phase is Phase.ORPHAN or (rank.phase is Phase.MEMBER and rank.raised is not None)
+        has_lost_it = rank.phase is Phase.ORPHAN and not rank.returns
+        was_member = is_member or has_lost_it or (rank.phase is Phase.MEMBER and rank.raised is not None)
         is_between_calls = rank.veteran and rank.phase not in (Phase.MEMBER, Phase.ORPHAN)
         ago = 0.0 if rank.raised_at is None else round(now - rank.raised_at, 4)
         self._roster.record("exit", slot=slot, incarnation=incarnation, how=how, code=code, member=was_member, ago=ago)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_ft.events.audit import Event, audit
 from lightning_ft.sharding.full_state import gather_full
@@ -98,7 +99,7 @@ def assert_used_up(plan: FaultPlan, events: Iterable[Event] = ()) -> None:
 
 
 def fingerprint(trainer: Trainer) -> dict[str, str]:
-    """Return a digest of each tensor and number of the module's and the optimizers' state, by name.
+    """Collective if the module is sharded. Return a digest of each tensor and number of its and the optimizers' state.
 
     Collective in the replica if they are sharded: the digests are those of whole tensors.
 
@@ -158,5 +159,7 @@ def _flatten(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 def _digest(value: Any) -> str:
     if not isinstance(value, Tensor):
         return str(value)
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
     data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{value.dtype} {list(value.shape)} {hashlib.sha256(data).hexdigest()[:16]}"

@@ -171,20 +171,24 @@ class Job:
             assert message["number"] > self.number
             assert set(members) <= self.live.keys() - set(self.doomed), "a member is dead"
             assert message["incarnations"] == {member: self.live[member] for member in members}
-            before = self.members if self.generations else []
+            whole = self.generations[-1]["replicas"] if self.generations else []
             new = [member for member in members if self.generation_of.get(member) != self.live[member]]
-            if message["reason"] != "start":
-                stayed = [member for member in members if member not in new]
-                assert stayed == [member for member in before if member in stayed], "seniority was lost"
-                assert members == stayed + new, "a joiner stands before a senior"
+            size = self.membership.policy.shard_size
+            if message["reason"] != "start" and not message["ending"] and size != "all":
+                stayed = [replica for replica in whole if replica in message["replicas"]]
+                others = [replica for replica in message["replicas"] if replica not in stayed]
+                assert message["replicas"] == stayed + others, "a new replica stands before a senior one"
+                assert all(len(replica) == size for replica in message["replicas"])
             if new and message["reason"] != "start":
                 assert message["reason"] == "join"
-                assert self.at_top >= set(stayed), "admitted in the middle of a step"
+                assert self.at_top >= set(members) - set(new), "admitted in the middle of a step"
+            assert members == [member for replica in message["replicas"] for member in replica]
+            assert not set(message["orphans"]) & set(members)
             self.generation_of.update({member: self.live[member] for member in members})
             self.generations.append(message)
             self.ready.clear()
             self.at_top.clear()
-        assert slot in members
+        assert slot in members or slot in message["orphans"]
 
 
 # Rule 1: calls.
@@ -1141,7 +1145,7 @@ class Chaos(Job):
                 choices.append(lambda slot=slot: self.kill(slot))
             elif self.seen[slot] < len(self.inbox[slot]):
                 choices.append(lambda slot=slot: self.read(slot))
-            elif self.state[slot] not in ("standing", "entering", "ready", "top", "joined"):
+            elif self.state[slot] not in ("standing", "entering", "ready", "top", "joined", "orphan"):
                 choices.append(lambda slot=slot: self.go_on(slot))
         return choices
 
@@ -1154,7 +1158,7 @@ class Chaos(Job):
         elif message["type"] == "generation":
             if self.state[slot] != "script":  # else it completed the call before it heard
                 self.mine[slot] = message["number"]
-                self.state[slot] = "unready"
+                self.state[slot] = "unready" if slot in message["members"] else "orphan"
                 if message["reason"] == "join":
                     self.step[slot] = max(self.step[member] for member in message["members"])
         elif message["type"] == "go":
@@ -1210,14 +1214,17 @@ class Chaos(Job):
                 self.call[peer] += 1
 
 
-FAULTS = ("kill",) * 6 + ("fail", "fail all", "raise", "exclude", "wait", "wait", "term")
+FAULTS = ("kill",) * 6 + ("retire", "fail", "fail all", "raise", "exclude", "wait", "wait", "term")
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(data=st.data())
 def test_any_order_of_events_ends_in_a_consistent_state(data: st.DataObject) -> None:
+    shard_size = data.draw(st.sampled_from([1, 1, 2, 3, "all"]))
+    num_replicas = data.draw(st.integers(1, 4 if shard_size in (1, "all") else 6 // shard_size))
     job = Chaos(
-        num_slots=data.draw(st.integers(1, 4)),
+        num_slots=num_replicas if shard_size == "all" else num_replicas * shard_size,
+        shard_size=shard_size,
         num_calls=data.draw(st.integers(1, 2)),
         max_restarts=data.draw(st.integers(0, 3)),
         min_replicas=data.draw(st.integers(1, 2)),
@@ -1260,6 +1267,10 @@ def inject(job: Chaos, data: st.DataObject) -> None:
         job.kill(data.draw(st.sampled_from(slots)))
     elif fault == "raise":
         job.raises(data.draw(st.sampled_from(slots)), message=data.draw(st.sampled_from("ab")))
+    elif fault == "retire":
+        new = [slot for slot in slots if job.state[slot] in ("unready", "orphan") and job.membership.policy.shard_size != 1]
+        if new:
+            job.say(data.draw(st.sampled_from(new)), "retire")
     elif fault == "exclude":
         job.say(data.draw(st.sampled_from(slots)), "exclude", slot=data.draw(st.sampled_from(slots)), reason="odd")
     else:

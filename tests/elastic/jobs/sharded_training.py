@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.exchange import Exchange
 from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.elastic.process_group import install_once
-from lightning_ft.elastic.replica import ReplicaLost
+from lightning_ft.sharding._fsdp_compat import abandon_pass
 
 
 def make_net() -> nn.Sequential:
@@ -74,27 +74,22 @@ class ShardedTraining:
         }
 
     def step(self) -> None:
-        while True:
-            began = self.engine.completed
-            try:
-                self.optimizer.zero_grad()
-                loss = loss_of(self.net, len(self.norms), self.engine.slot)
-                dies = self.engine.slot in self.deaths.get(len(self.norms), [])
-                (Dies.apply(loss) if dies else loss).backward()
-                averages, members, join = self.engine.run("gradients", self.reduce, voted=True)
-                for parameter, average in zip(self.net.parameters(), averages, strict=True):
-                    parameter.grad.to_local().copy_(average)
-                norm = nn.utils.clip_grad_norm_(self.net.parameters(), 1.0).full_tensor().item()
-                break
-            except ReplicaLost:
-                self.reset()
-                self.engine.regroup()
-                if self.engine.completed != began:
-                    self.engine.retire()
+        norm, members, join = self.engine.redo(self.backward, self.reset)
         self.optimizer.step()
         self.members.append(members)
         self.norms.append(norm)
         self.join = join
+
+    def backward(self) -> tuple[float, list[int], bool]:
+        self.optimizer.zero_grad()
+        loss = loss_of(self.net, len(self.norms), self.engine.slot)
+        Collectives(self.engine).barrier("operations may come before")
+        dies = self.engine.slot in self.deaths.get(len(self.norms), [])
+        (Dies.apply(loss) if dies else loss).backward()
+        averages, members, join = self.engine.run("gradients", self.reduce, voted=True)
+        for parameter, average in zip(self.net.parameters(), averages, strict=True):
+            parameter.grad.to_local().copy_(average)
+        return nn.utils.clip_grad_norm_(self.net.parameters(), 1.0).full_tensor().item(), members, join
 
     def reduce(self, exchange: Exchange) -> Any:
         averages = [parameter.grad.to_local().clone() for parameter in self.net.parameters()]
@@ -106,14 +101,7 @@ class ShardedTraining:
         return averages, sorted(self.engine.members), bool(wanted)
 
     def reset(self) -> None:
-        self.net.reset_iter_state()
-        for module in self.net.modules():
-            if isinstance(module, FSDPModule):
-                for group in module._get_fsdp_state()._fsdp_param_groups:
-                    for parameter in group.fsdp_params:
-                        parameter.unsharded_accumulated_grad = None
-                        if hasattr(parameter, "_unsharded_param"):
-                            parameter._unsharded_param.grad = None
+        abandon_pass(self.net)
 
     def state(self) -> dict[str, Any]:
         local = [parameter.to_local().detach() for parameter in self.net.parameters()]
