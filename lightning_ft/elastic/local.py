@@ -332,7 +332,7 @@ class LocalEngine:
 
     def redo(self, work: Callable[[], Result], undo: Callable[[], None]) -> Result:
         """Collective. Return what ``work`` returns; whenever this rank loses its replica in it, do it again in a new one."""
-        if self.alone or self.replica.size == 1:
+        if self.alone or self.replica.size == 1 or self.may_regroup:  # then somebody else knows what to do
             return work()
         began = self._sequence
         self._journal, self.may_regroup = Journal(), True
