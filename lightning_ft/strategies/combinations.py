@@ -28,10 +28,12 @@ def check_combination(
         raise MisconfigurationException(
             f"`FTStrategy` with `Trainer(num_nodes={num_nodes})` is not supported: expected 1, all ranks on one machine."
         )
-    if policy.min_replicas > num_devices:
+    num_replicas = 1 if policy.shard_size == "all" else num_devices // policy.shard_size
+    if policy.min_replicas > num_replicas:
+        sharded = "" if policy.shard_size == 1 else f", shard_size={policy.shard_size!r}"
         raise MisconfigurationException(
-            f"`FTStrategy(min_replicas={policy.min_replicas})` with `Trainer(devices={num_devices})`: expected 1 to"
-            f" {num_devices}."
+            f"`FTStrategy(min_replicas={policy.min_replicas}{sharded})` with `Trainer(devices={num_devices})`: expected 1"
+            f"{'' if num_replicas == 1 else f' to {num_replicas}'}."
         )
     if policy.spares and num_devices == 1:
         raise MisconfigurationException(

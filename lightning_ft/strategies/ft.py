@@ -42,6 +42,7 @@ from lightning_ft.sharding.apply import ShardedModule
 from lightning_ft.sharding.full_state import gather_full
 from lightning_ft.sharding.mesh import shard_mesh
 from lightning_ft.sharding.options import ShardingOptions
+from lightning_ft.sharding.warming import warm_up
 from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.checkpoint_peers import checkpoint_peers
@@ -293,6 +294,8 @@ class FTStrategy(ParallelStrategy):
             self._make_alike([*self.model.parameters(), *self.model.buffers()])
         else:
             mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
+            if self._is_joiner:
+                warm_up(mesh)
             self.sharded = self._sharding.shard(self.lightning_module, mesh, self._make_alike)
             self._sharding.shard_copies(trainer, self.lightning_module, mesh)
             self._evaluation = ShardedEvaluation(trainer, self.sharded, self.collectives)

@@ -189,7 +189,7 @@ class LiveTraining:
                 self._pause()
         if isinstance(self.loader, StreamLoader):
             self._begin_batch(self.loader)
-        replicas = f"{len(self._engine.members)}/{self._engine.num_slots}"
+        replicas = f"{self._engine.replica.count}/{self._engine.num_slots // self._engine.replica.size}"
         self.trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
 
     def _begin_batch(self, loader: StreamLoader) -> None:
@@ -291,7 +291,7 @@ class LiveTraining:
             self._events.emit("leader", before=change.before[0])
             leadership.take_over(self.trainer, self._pl_module, self._logger_versions or [])
         if self._engine.rank == 0:
-            _tell(change, self._engine.num_slots, self.trainer)
+            _tell(change, self._engine, self.trainer)
 
     def _divide_among(self, slots: Iterable[int]) -> None:
         """Divide the next evaluation among ``slots``; one under way keeps its shards."""
@@ -302,8 +302,8 @@ class LiveTraining:
             self.shards.follow(self.trainer, slots.index(self._engine.slot), len(slots))
 
 
-def _tell(change: Change, num_slots: int, trainer: Trainer) -> None:
-    alive = f"{len(change.members)} of {num_slots} replicas"
+def _tell(change: Change, engine: Engine, trainer: Trainer) -> None:
+    alive = f"{engine.replica.count} of {engine.num_slots // engine.replica.size} replicas"
     stage = trainer.state.stage
     for slot, how in change.dead:
         if trainer.training:

@@ -378,7 +378,7 @@ class Membership:
     def _settle_members(self, now: float) -> None:
         policy = self._policy_now()
         error = self._excluding.settle(self._candidates(), policy, now)
-        num_expected = len(self._roster.ranks) + len(self._starting) + len(self._respawns)
+        num_expected = len(self._roster.ranks) + len(self._wanted) + len(self._starting) + len(self._respawns)
         error = error or self._generations.settle(policy, num_expected, now)
         if self._generations.is_lost:
             error = "No replica is whole, and the ranks that are left do not hold every shard: the state is lost."

@@ -1302,3 +1302,66 @@ def release_hung(job: Chaos) -> None:
 def test_policy_refuses_what_makes_no_sense(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Policy(**fields)
+
+
+# Replicas of several ranks.
+
+
+def test_the_mate_of_a_dead_rank_is_started_again_once_the_others_are_past_its_step() -> None:
+    job = Job(4, shard_size=2, min_replicas=2)
+    job.train()
+    job.kill(1)
+    assert (job.members, job.generations[-1]["orphans"], job.generations[-1]["hold"]) == ([2, 3], [0], True)
+    job.connect()
+    assert not job.doomed
+    job.say(2, "progress", step=2)
+    assert job.doomed == [0]
+    job.bury_doomed()
+    assert job.spawned[-2:] == [(1, 1), (0, 1)]
+    job.begin(0, 1)
+    assert [job.last(slot, "enter")["shard"] for slot in (0, 1)] == [0, 1]
+    job.say(0, "join", call=0)
+    assert not job.has(2, "join_wanted", value=True), "half a replica can't be let in"
+    job.say(1, "join", call=0)
+    for member in job.members:
+        job.say(member, "at_top", generation=job.number)
+    assert (job.generations[-1]["replicas"], job.reason) == ([[2, 3], [0, 1]], "join")
+
+
+def test_orphans_that_hold_every_shard_become_a_replica_at_once() -> None:
+    job = Job(6, shard_size=2)
+    job.train()
+    job.kill(0)
+    job.kill(3)
+    assert (job.generations[-1]["replicas"], job.reason) == ([[4, 5], [2, 1]], "death")
+
+
+def test_orphans_of_which_none_holds_some_shard_end_the_job_if_they_are_all_that_is_left() -> None:
+    job = Job(4, shard_size=2, max_restarts=0)
+    job.train()
+    job.kill(0)
+    job.kill(2)
+    assert all(job.has(slot, "stop") for slot in (1, 3))
+
+
+def test_ranks_that_come_back_hold_the_shards_that_are_missing_whatever_their_slots() -> None:
+    job = Job(6, shard_size=2, max_restarts=0)
+    job.train()
+    job.kill(0)
+    job.say(4, "progress", step=2)
+    job.kill(2)
+    job.connect()
+    job.say(4, "progress", step=3)
+    job.bury_doomed()
+    job.begin(1, 3)
+    assert sorted(job.last(slot, "enter")["shard"] for slot in (1, 3)) == [0, 1]
+
+
+def test_all_that_is_alive_is_the_replica_if_the_shards_are_as_many_as_that() -> None:
+    job = Job(3, shard_size="all")
+    job.train()
+    job.kill(0)
+    assert job.generations[-1]["replicas"] == [[1, 2]]
+    job.connect()
+    job.rejoin(0)
+    assert (job.generations[-1]["replicas"], job.reason) == ([[1, 2, 0]], "join")
