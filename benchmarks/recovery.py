@@ -4,7 +4,9 @@
 there to the new incarnation's first commit. ``join_gap_ms``: the others' longest step around the admission, beyond a median
 one. ``steps_lost``: optimizer steps that no rank committed. With ``--stop SECONDS`` ranks are stopped (SIGSTOP) instead of
 killed, and ``timeout`` is that long. With ``--pairs`` a rank of each of two replicas is killed at once, of different shards:
-``regrouped`` is how often what was left of them became a replica in that very step.
+``regrouped`` is how often what was left of them became a replica in that very step. With ``--shard-size all`` there is one
+replica of ``--devices`` ranks, which goes on from a snapshot: ``steps_rewound`` is how many steps each death cost,
+``snapshot_overhead`` the ratio of step times with and without snapshots.
 """
 
 import argparse
@@ -24,11 +26,11 @@ from lightning_ft.events.audit import Audit, audit
 from lightning_ft.events.log import Events, read_events
 
 
-def measure(options: argparse.Namespace) -> tuple[Audit, int]:
-    """Run one training with deaths; return what its events add up to, and how often orphans became a replica."""
+def measure(options: argparse.Namespace) -> tuple[Audit, Events]:
+    """Run one training with deaths; return what its events add up to, and the events."""
     chance, kills, stop = random.Random(options.seed), options.kills, options.stop
-    shard_size = 1 if options.shard_size == "all" else int(options.shard_size)
-    num_ranks = shard_size * options.replicas
+    shard_size = options.devices if options.shard_size == "all" else int(options.shard_size)
+    num_ranks = shard_size * (1 if options.shard_size == "all" else options.replicas)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--devices", str(num_ranks)]
@@ -63,7 +65,7 @@ def measure(options: argparse.Namespace) -> tuple[Audit, int]:
                 sys.exit(f"The training ended with {job.returncode}:\n{output.decode()}")
         assert killer.directory is not None
         events = read_events(killer.directory)
-        return audit(events), count_regrouped(events)
+        return audit(events), events
 
 
 def count_regrouped(events: Events) -> int:
@@ -76,6 +78,21 @@ def count_regrouped(events: Events) -> int:
             count += len(new) if event["reason"] == "death" else 0
             known = event["replicas"]
     return count
+
+
+def snapshot_overhead(size: str, work: float, devices: int, rounds: int = 3) -> float:
+    """Return the time of ten steps with a snapshot over that of ten without, medians of alternating runs."""
+    times: dict[int, list[float]] = {10: [], 1_000_000: []}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "times")
+        for every in list(times) * rounds:
+            command = [sys.executable, "-m", "benchmarks.workload", "--devices", str(devices), "--size", size]
+            command += ["--shard-size", "all", "--snapshot-every", str(every), "--work", str(work), "--steps", "130"]
+            command += ["--times", str(path), "--directory", directory]
+            subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+            steps = json.loads(path.read_text())[20:]
+            times[every] += [sum(steps[first : first + 10]) for first in range(0, len(steps) - 9, 10)]
+    return statistics.median(times[10]) / statistics.median(times[1_000_000])
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -95,12 +112,13 @@ def main() -> None:
     parser.add_argument("--size", default="0.1M")
     parser.add_argument("--work", type=float, default=0.01, help="Seconds that each step waits besides computing.")
     parser.add_argument("--spares", type=int, default=0)
-    parser.add_argument("--shard-size", default="1", help="Ranks of a replica.")
+    parser.add_argument("--shard-size", default="1", help="Ranks of a replica, or `all`: see `--devices`.")
     parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--devices", type=int, default=3, help="Ranks of the only replica.")
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--stop", type=float, default=None, metavar="SECONDS")
     options = parser.parse_args()
-    record, num_regrouped = measure(options)
+    record, events = measure(options)
     assert record.median_step is not None
     stalls = [1e3 * (d.recovery - record.median_step) for d in record.deaths if d.member and d.recovery is not None]
     gaps = [1e3 * join.gap for join in record.joins if join.gap is not None]
@@ -110,11 +128,15 @@ def main() -> None:
         "respawn_s": spread([death.respawn for death in record.deaths if death.respawn is not None]),
         "join_gap_ms": spread(gaps),
         "deaths": sum(death.member for death in record.deaths),
-        "regrouped": num_regrouped,
+        "regrouped": count_regrouped(events),
         "joins": len(record.joins),
         "median_step_ms": round(1e3 * record.median_step, 2),
         "problems": record.problems(unfinished_epoch=True),
     }
+    if options.shard_size == "all":
+        lost = {event["step"]: event["lost"] for event in events if event["event"] == "rewound"}
+        result["steps_rewound"] = spread(list(lost.values()))
+        result["snapshot_overhead"] = round(snapshot_overhead(options.size, options.work, options.devices), 3)
     print(json.dumps(result))
 
 

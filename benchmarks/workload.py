@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
 from lightning_ft.sharding.full_state import gather_full
+from lightning_ft.sharding.options import ShardingOptions
 
 WIDTHS = {"0.01M": (64, 2), "0.1M": (208, 3), "10M": (1820, 4)}
 """Hidden width and number of hidden layers, by parameters."""
@@ -137,11 +138,12 @@ def main() -> None:
     parser.add_argument("--times", default=None, help="File for the duration of each step.")
     parser.add_argument("--max-restarts", type=int, default=3)
     parser.add_argument("--spares", type=int, default=0)
-    parser.add_argument("--shard-size", default="1", help="Ranks of a replica.")
     parser.add_argument("--stop-file", default=None, help="End when this file appears.")
     parser.add_argument("--timeout", type=float, default=None)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--validate", action="store_true", help="Validate and save checkpoints, too.")
+    parser.add_argument("--shard-size", default="1", help="Ranks of a replica, or `all`.")
+    parser.add_argument("--snapshot-every", type=int, default=10, help="Steps between two snapshots in memory.")
     parser.add_argument("--directory", default=".")
     options = parser.parse_args()
 
@@ -149,13 +151,16 @@ def main() -> None:
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
     callbacks: list[Callback] = [StepTimer(options.times)] if options.times else []
-    callbacks += [StopFile(options.stop_file), Checksums()] if options.stop_file else []
+    callbacks += [StopFile(options.stop_file)] if options.stop_file else []
+    callbacks += [Checksums()] if options.stop_file and options.shard_size == "1" else []
     callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
     per_epoch = options.epoch_steps or options.steps
     strategy: FTStrategy | str = options.strategy
     if strategy == "ft":
         shard_size = options.shard_size if options.shard_size == "all" else int(options.shard_size)
-        strategy = FTStrategy(shard_size, max_restarts=options.max_restarts, spares=options.spares, timeout=options.timeout)
+        sharding = ShardingOptions(memory_snapshot_every_n_steps=options.snapshot_every)
+        policy = {"max_restarts": options.max_restarts, "spares": options.spares, "timeout": options.timeout}
+        strategy = FTStrategy(shard_size, sharding=sharding, **policy)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,

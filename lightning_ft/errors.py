@@ -232,6 +232,27 @@ class MalformedStateError(FaultToleranceError, ValueError):
         return f"The received state is malformed: {self.reason}. Nothing was loaded from it."
 
 
+class ReplicaLostError(FaultToleranceError, RuntimeError):
+    """Ranks died that held parts of the state which nobody else has.
+
+    Args:
+        num_left: How many ranks are left.
+        num_slots: How many there are without faults.
+
+    """
+
+    def __init__(self, num_left: int, num_slots: int) -> None:
+        super().__init__(num_left, num_slots)
+        self.num_left = num_left
+        self.num_slots = num_slots
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_left} of {self.num_slots} ranks are left, and there is no whole snapshot of the state in memory: the"
+            " first one is taken before the first batch. Start the run again, from a checkpoint if there is one."
+        )
+
+
 class UnusedParametersError(FaultToleranceError, RuntimeError):
     """A step left parameters without a gradient that are to be trained.
 

@@ -49,6 +49,8 @@ class Engine(Protocol):
     activity: Activity
     may_regroup: bool
     """Whether :class:`ReplicaLost` finds somebody who knows what to do; else this process is started again, at once."""
+    outlives_replica: bool
+    """Whether operations of all ranks go on without a rank of this replica: nothing that they are about is sharded."""
 
     @property
     def replica(self) -> Replica:
@@ -200,7 +202,7 @@ class SoloEngine:
     hold = False
 
     replica = Replica(0, 0, (0,), 1)
-    may_regroup = False
+    may_regroup = outlives_replica = False
 
     def __init__(self) -> None:
         self.on_change: Callable[[Change], None] = lambda change: None

@@ -85,7 +85,7 @@ class LocalEngine:
         self.run_id = environment.run_id
         self.on_change: Callable[[Change], None] = lambda change: None
         self.alone = True
-        self.may_regroup = False
+        self.may_regroup = self.outlives_replica = False
         self.events = events
         self._timeout = timeout.total_seconds()
         self._patience = self._timeout + _SUPERVISOR_SECONDS
@@ -278,7 +278,9 @@ class LocalEngine:
         number = self._generation
         self._break_off()  # closing our sockets is what unblocks the peers that wait for us
         self._link.send({"type": "failed", "generation": number, "reason": reason})
-        return self._reconfigure()[1].replay
+        if self.outlives_replica:
+            self._replicas.lose()
+        return self._reconfigure(regrouping=self.outlives_replica)[1].replay
 
     # Calls of the Trainer.
 
@@ -296,6 +298,7 @@ class LocalEngine:
             self._replicas.prepare(self.slot, entered["shard"], entered["shard_size"])
         if mode == "start":
             self._sequence, self._last = 0, None
+            self.outlives_replica = False
             self.may_regroup = True  # nothing of this call has been done yet
             try:
                 self._reconfigure()
@@ -453,7 +456,7 @@ class LocalEngine:
         if newer is None:
             return False
         if self._is_running:
-            raise RuntimeError("A newer generation came.")
+            raise GroupBrokenError("A newer generation came.")
         if not self._replicas.lives_in(newer):
             self._lose_replica()
         self._withdraw_opened()

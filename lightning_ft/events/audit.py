@@ -180,6 +180,8 @@ def audit(events: Iterable[Event]) -> Audit:
         by_kind.setdefault(event["event"], []).append(event)
         if event["event"] in ("step", "accumulated"):
             records.append(event)
+        elif event["event"] == "rewound":
+            records = [record for record in records if not _is_later(record, event)]
     timeline = _Timeline(by_kind.get("step", []), by_kind.get("generation", []), by_kind.get("fault", []))
     died = {_process(event) for event in by_kind.get("exit", []) if event["code"] != 0}
     contents, different = _contents(records, died)
@@ -220,6 +222,13 @@ def _contents(records: Sequence[Event], died: Set[Process]) -> tuple[dict[Place,
         if any(counting[0].get(field) != record.get(field) for record in counting for field in _CONTENT):
             conflicts.add(place)
     return contents, conflicts
+
+
+def _is_later(record: Event, rewound: Event) -> bool:
+    """Whether a rank that went back gave up what ``record`` tells: all did, and it does not count."""
+    if record["event"] == "step":
+        return bool(record["step"] > rewound["step"])
+    return bool(record["batch"] > rewound["batch"])
 
 
 def _place(record: Event) -> Place:

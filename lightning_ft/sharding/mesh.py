@@ -20,8 +20,12 @@ def shard_mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
         device_type: Of the parameters.
 
     """
-    mesh = _meshes.get(group)
-    if mesh is None:
-        make: Any = DeviceMesh.from_group
-        _meshes[group] = mesh = make(group, device_type, mesh_dim_names=(DIMENSION,))
+    return _meshes.get(group) or renewed_mesh(group, device_type)
+
+
+def renewed_mesh(group: ProcessGroup, device_type: str) -> DeviceMesh:
+    """Return a new mesh over the ranks that ``group`` consists of now, and by :func:`shard_mesh` from now on."""
+    make: Any = DeviceMesh.from_group
+    mesh: DeviceMesh = make(group, device_type, mesh_dim_names=(DIMENSION,))
+    _meshes[group] = mesh
     return mesh

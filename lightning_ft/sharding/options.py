@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import Module
 
-from lightning_ft.elastic.checks import check_type
+from lightning_ft.elastic.checks import check_count, check_type
 
 UnitPolicy = Callable[[str, Module], bool]
 """Whether the module of this name becomes a unit."""
@@ -29,6 +29,8 @@ class ShardingOptions:
         cpu_offload: Whether shards, gradients and optimizer state stay in host memory. Not for a Trainer on CPU.
         mp_policy: Precision of gathered parameters and of reduced gradients. None: as they are; `precision="bf16-mixed"`
             is autocast, as under ``ddp``.
+        memory_snapshot_every_n_steps: Where one replica is all there is (`shard_size="all"`), its state is copied to host
+            memory this often, and training goes on from there when a rank dies.
 
     Raises:
         TypeError: If a value is of the wrong type.
@@ -39,6 +41,7 @@ class ShardingOptions:
     reshard_after_forward: bool | None = None
     cpu_offload: bool = False
     mp_policy: MixedPrecisionPolicy | None = None
+    memory_snapshot_every_n_steps: int = 10
 
     def __post_init__(self) -> None:
         call = "ShardingOptions"
@@ -49,6 +52,7 @@ class ShardingOptions:
             )
         if self.reshard_after_forward is not None:
             check_type(call, "reshard_after_forward", self.reshard_after_forward, bool, "True, False or None")
+        check_count(call, "memory_snapshot_every_n_steps", self.memory_snapshot_every_n_steps, least=1)
         check_type(call, "cpu_offload", self.cpu_offload, bool, "True or False")
         if self.mp_policy is not None:
             check_type(call, "mp_policy", self.mp_policy, MixedPrecisionPolicy, "a `MixedPrecisionPolicy`, or None")

@@ -60,7 +60,7 @@ class SharedSlot:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self._map: mmap.mmap | None = None
         self._control: tuple[int, ...] = ()
 
@@ -106,9 +106,9 @@ class SharedSlot:
         """
         found = self._read_control()
         if found is None:
-            raise ValueError(f"{self._path} holds no whole state.")
+            raise ValueError(f"{self.path} holds no whole state.")
         _, _, _, _, _, length, crc, count = found
-        descriptor = os.open(self._path, os.O_RDONLY)
+        descriptor = os.open(self.path, os.O_RDONLY)
         try:
             # Copy on write: nothing that is done to what is read changes the slot.
             view = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
@@ -116,17 +116,17 @@ class SharedSlot:
             os.close(descriptor)
         header = view[_BODY : _BODY + length]
         if zlib.crc32(header) != crc:
-            raise ValueError(f"{self._path} holds a state whose description is damaged.")
+            raise ValueError(f"{self.path} holds a state whose description is damaged.")
         table = view[_BODY + length : _BODY + length + count * _SIZE.size]
         sizes = [size for (size,) in _SIZE.iter_unpack(table)]
         places, end = _layout(length, sizes)
         if end > len(view):
-            raise ValueError(f"{self._path} ends at byte {len(view)} of a state of {end}.")
+            raise ValueError(f"{self.path} ends at byte {len(view)} of a state of {end}.")
         memory: Any = torch.frombuffer(view, dtype=torch.uint8)
         return decode(header, [memory[place : place + size] for place, size in zip(places, sizes, strict=True)])
 
     def _read_control(self) -> tuple[int, ...] | None:
-        descriptor = os.open(self._path, os.O_RDONLY)
+        descriptor = os.open(self.path, os.O_RDONLY)
         try:
             block = os.pread(descriptor, _CONTROL.size, 0)
         finally:
@@ -138,7 +138,7 @@ class SharedSlot:
 
     def _writable(self, size: int) -> mmap.mmap:
         if self._map is None or len(self._map) < size:
-            descriptor = os.open(self._path, os.O_RDWR)
+            descriptor = os.open(self.path, os.O_RDWR)
             try:
                 size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
                 os.pwrite(descriptor, bytes(_CONTROL.size), 0)

@@ -161,6 +161,10 @@ class Found:
         """How many ranks took it together."""
         return len(self._slots)
 
+    def index_of(self, paths: Sequence[str]) -> int | None:
+        """Return which part lies in one of these slots, those of one rank; None if none does."""
+        return next((index for index, slot in enumerate(self._slots) if slot.path in paths), None)
+
     def read(self) -> list[Any]:
         """Return the parts by rank, for :func:`~lightning_ft.sharding.shard_tree.put_together`."""
         return [slot.read() for slot in self._slots]

@@ -51,6 +51,10 @@ class Commits:
             self._events.emit("accumulated", batch=batch, **self._content)
         self._clear()
 
+    def abandon(self) -> None:
+        """Forget a batch that failed before its step was committed."""
+        self._content = {}
+
     def _clear(self) -> None:
         if self._content:
             self._content = {**self._content, "tickets": {}}

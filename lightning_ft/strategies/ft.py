@@ -53,6 +53,7 @@ from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.module_parameters import ModuleParameters
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
 from lightning_ft.strategies.reduction import GradientReducer
+from lightning_ft.strategies.replica_memory import ReplicaMemory
 from lightning_ft.strategies.sharded_evaluation import ShardedEvaluation
 from lightning_ft.strategies.sharded_reduction import ShardedReducer
 from lightning_ft.strategies.sharding import ReplicaSharding, resolve_shard_size
@@ -304,6 +305,7 @@ class FTStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             if self._sharding is not None:
                 self._sharding.take_in(self.optimizers)
+                self._live.memory = self._make_memory(trainer, self._live)
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -331,7 +333,21 @@ class FTStrategy(ParallelStrategy):
             recover=None if self.sharded is None else self.sharded.recover,
         )
         live.on_batch_end, live.may_pause = steps.end_batch, lambda: steps.may_pause
+        live.on_abandon = steps.abandon
         return steps
+
+    def _make_memory(self, trainer: Trainer, live: LiveTraining) -> ReplicaMemory | None:
+        if self._policy.shard_size != "all" or not isinstance(self.engine, LocalEngine):
+            return None
+        assert isinstance(live.reducer, ShardedReducer)
+        return ReplicaMemory.of_process(
+            trainer,
+            self.engine,
+            self.collectives,
+            self.events,
+            every_n_steps=self._sharding_options.memory_snapshot_every_n_steps,
+            on_move=live.reducer.resized,
+        )
 
     @override
     def model_to_device(self) -> None:

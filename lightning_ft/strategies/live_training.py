@@ -13,10 +13,11 @@ from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine
+from lightning_ft.elastic.replica import ReplicaLost
 from lightning_ft.events.log import EventLog
 from lightning_ft.sharding.mesh import shard_mesh
 from lightning_ft.sharding.shard_tree import put_back, take_apart
-from lightning_ft.strategies import changing_modules, joining, leadership, tuning
+from lightning_ft.strategies import changing_modules, joining, leadership, rewinding, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
@@ -24,6 +25,7 @@ from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.ghost import GhostSteps
 from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
+from lightning_ft.strategies.replica_memory import ReplicaMemory
 from lightning_ft.strategies.resumption import load_positions_late
 from lightning_ft.strategies.skipped_steps import allow_skipped_steps
 from lightning_ft.strategies.startup import StartupRecord
@@ -59,12 +61,14 @@ class LiveTraining:
         self.loader: TrainLoader | None = None
         self.reducer: GradientReducer | None = None
         self.buffers: BufferSync | None = None
+        self.memory: ReplicaMemory | None = None
         self.commits = Commits(events)
         self.batch = 0
         """Number of the batch under way in this call, the same on all ranks."""
         self.has_reduced = False
         """Whether gradients were averaged in the batch under way."""
         self.may_pause: Callable[[], bool] = lambda: True
+        self.on_abandon: Callable[[], None] = lambda: None
         self.on_batch_end: Callable[[], None] = lambda: None
         self.trainer = trainer
         self.preemption = Preemption(trainer, engine)
@@ -81,6 +85,7 @@ class LiveTraining:
         self._pause_agreed = False
         self._own_groups: list[Any] = []
         self._received: dict[str, Any] | None = None
+        self._taken_back: dict[str, Any] | None = None
         self._handed_batch = 0
         self._logger_versions: list[Any] | None = None
 
@@ -100,6 +105,8 @@ class LiveTraining:
     def enter(self) -> None:
         """Get a word in before every batch, and keep Lightning from synchronizing the ranks on its own for each."""
         epoch_loop = self.trainer.fit_loop.epoch_loop
+        if self.memory is not None:
+            self._survive(self.trainer.fit_loop, self.memory)
         advance = type(epoch_loop).advance.__get__(epoch_loop)
         on_advance_end = type(epoch_loop).on_advance_end.__get__(epoch_loop)
 
@@ -121,6 +128,49 @@ class LiveTraining:
         allow_skipped_steps(self.trainer)
         load_positions_late(self.trainer)
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def _survive(self, fit_loop: Any, memory: ReplicaMemory) -> None:
+        """Have the only replica go on from an earlier state when it lost a rank, whatever it was doing."""
+        run = type(fit_loop).run.__get__(fit_loop)
+
+        def run_on() -> None:
+            is_back = False
+            with memory.in_use():
+                while True:
+                    try:
+                        if is_back:
+                            self._go_back(memory)
+                            rewinding.run_again(self.trainer, run)
+                        else:
+                            run()
+                        return
+                    except ReplicaLost:
+                        is_back = True
+
+        fit_loop.run = run_on
+
+    def _go_back(self, memory: ReplicaMemory) -> None:
+        """Collective. Take everything back to the newest snapshot, with the ranks that are left."""
+        state = memory.go_back()
+        assert self.loader is not None
+        self._abandon_batch()
+        if self.reducer is not None:
+            self.reducer.collectives_inside = state["collectives_inside"]
+        if self.buffers is not None:
+            self.buffers.due = state["buffers_due"]
+        self.loader.deferred = True
+        rewinding.take_back(self.trainer, state["training"])
+        memory.restore(state)
+        self._divide_among(self._engine.members)
+        self.loader.load_handed_out(state["loader"], self._slots)
+        self._taken_back, self._handed_batch = state, state["batch"]
+
+    def _abandon_batch(self) -> None:
+        """Forget what the batch that failed has left behind."""
+        self._pause_agreed = False
+        self._ghosts.withdraw()
+        self.commits.abandon()
+        self.on_abandon()
 
     # Batches.
 
@@ -149,6 +199,8 @@ class LiveTraining:
     def after_reduction(self, reduced: Reduced) -> None:
         """Take in what all ranks learned from the reduction of the step under way."""
         self.has_reduced = True
+        if self.memory is not None:
+            self.memory.fence()  # optimizers step next
         self._pause_agreed = self._pause_agreed or reduced.join or reduced.hold
         if reduced.stop:
             self.preemption.agree()
@@ -179,6 +231,8 @@ class LiveTraining:
         self.has_reduced = False
         if self._received is not None:
             self._finish_joining(self._received)
+        if self._taken_back is not None:
+            self._finish_going_back(self._taken_back)
         self._startup.close()
         searching = self.commits.untold = tuning.is_searching(self.trainer)
         if not searching:  # which is done without the loggers, and with nobody who comes meanwhile
@@ -187,6 +241,8 @@ class LiveTraining:
                 leadership.adopt_versions(self.trainer, self._logger_versions)
             if has_joined or (self._pause_agreed and self.may_pause()):
                 self._pause()
+            if self.memory is not None and self.may_pause():
+                self.memory.at_boundary(lambda: self._hand_out([]))
         if isinstance(self.loader, StreamLoader):
             self._begin_batch(self.loader)
         replicas = f"{self._engine.replica.count}/{self._engine.num_slots // self._engine.replica.size}"
@@ -216,13 +272,25 @@ class LiveTraining:
         started = time.monotonic()
         # Once, even if too few are left: ranks that learn of a death sooner than others would wait here alone. The next
         # reduction tells all of them alike.
-        joined = self._engine.admit_joiners(self._hand_out)
+        joined = self._engine.admit_joiners(self._hand_out) if self.memory is None else self._admit_to(self.memory)
         self.num_changes += bool(joined)
         self._divide_among((*self._slots, *joined))
         if isinstance(self.loader, ElasticLoader) and joined:
             self.loader.admit(joined)
             set_length(self.trainer, self.loader)
         self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
+
+    def _admit_to(self, memory: ReplicaMemory) -> list[int]:
+        """Let joiners into the replica: all find the state in memory, and divide it anew."""
+        moment = memory.prepare_admission(lambda: self._hand_out([]))
+        if moment is None:
+            return []
+        joined = self._engine.admit_joiners(
+            lambda joined: {"moment": list(moment), "slots": sorted({*self._slots, *joined})}
+        )
+        if joined:
+            memory.grow(moment)
+        return joined
 
     def _hand_out(self, joined: Sequence[int]) -> dict[str, Any]:
         assert self.loader is not None
@@ -248,7 +316,9 @@ class LiveTraining:
         joining.set_up_data(trainer)
         tuning.leave_out(trainer)
         state = self._engine.join()
-        if self._engine.replica.size > 1:
+        if self.memory is not None:
+            state = {**self.memory.receive(state["moment"]), "slots": state["slots"]}
+        elif self._engine.replica.size > 1:
             mesh = shard_mesh(self._engine.shard_group, self._pl_module.device.type)
             state["training"] = put_back(state["training"], mesh)
         joining.set_up_data(trainer, state["training"])
@@ -283,6 +353,13 @@ class LiveTraining:
             set_length(self.trainer, self.loader)
         self._events.emit("joined", step=self.trainer.global_step, epoch=self.trainer.current_epoch)
 
+    def _finish_going_back(self, state: dict[str, Any]) -> None:
+        self._taken_back = None
+        self.batch = self._handed_batch
+        rewinding.finish(self.trainer, state["training"], state["own_results"])
+        if self.loader is not None:
+            set_length(self.trainer, self.loader)
+
     # Changes.
 
     def after_change(self, change: Change) -> None:
@@ -291,7 +368,7 @@ class LiveTraining:
             self._events.emit("leader", before=change.before[0])
             leadership.take_over(self.trainer, self._pl_module, self._logger_versions or [])
         if self._engine.rank == 0:
-            _tell(change, self._engine, self.trainer)
+            _tell(change, self._engine, self.trainer, is_one_replica=self.memory is not None)
 
     def _divide_among(self, slots: Iterable[int]) -> None:
         """Divide the next evaluation among ``slots``; one under way keeps its shards."""
@@ -302,14 +379,18 @@ class LiveTraining:
             self.shards.follow(self.trainer, slots.index(self._engine.slot), len(slots))
 
 
-def _tell(change: Change, engine: Engine, trainer: Trainer) -> None:
+def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: bool) -> None:
     alive = f"{engine.replica.count} of {engine.num_slots // engine.replica.size} replicas"
+    if is_one_replica:
+        alive = f"{len(change.members)} of {engine.num_slots} ranks"
     stage = trainer.state.stage
     for slot, how in change.dead:
         if trainer.training:
             where, lost = f"in step {trainer.global_step + 1}", "the step was not lost"
         else:
             where, lost = f"during {stage.value if stage else 'set-up'}", "its share of it is missing"
+        if is_one_replica:
+            lost = "from the newest snapshot"
         log.warning("Slot %s died (%s) %s; %s go on, %s.", slot, how, where, alive, lost)
     joined = sorted(set(change.members) - set(change.before))
     if change.reason == "join" and joined:

@@ -78,6 +78,12 @@ class TrainingSteps:
         """Whether every optimizer step follows from one reduction."""
         return self._pl_module.automatic_optimization and not self._pl_module.trainer.fit_loop._skip_backward
 
+    def abandon(self) -> None:
+        """Forget the window under way, whose gradients are gone."""
+        self._synchronize = True
+        self._micro_batches.clear()
+        self._reduced = None
+
     @contextmanager
     def without_synchronization(self) -> Iterator[None]:
         """Keep gradients local: the window of accumulation is not over."""
@@ -93,6 +99,8 @@ class TrainingSteps:
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[Tensor]:
         """Collective, at the end of a window. Run the backward pass of the loss that this yields inside."""
+        if self._live.memory is not None:
+            self._live.memory.poll()
         is_own = self._live.has_own_batch
         self._micro_batches.append(is_own)
         self._reducer.follow(self._parameters)

@@ -55,6 +55,24 @@ def test_a_death_is_described_by_what_it_cost() -> None:
     assert death.respawn == pytest.approx(3.5)
 
 
+def test_steps_that_all_ranks_gave_up_to_go_back_to_a_snapshot_do_not_count() -> None:
+    records = [
+        event("epoch", 0.5, 0, epoch=0, num_tickets=4),
+        *(step(1.0, 1, slot, {"0": [0], "1": [1]}) for slot in (0, 1)),
+        event("accumulated", 1.5, 1, batch=2, epoch=0, tickets={"1": [3]}, members=[0, 1]),
+        *(step(2.0, 2, slot, {"0": [2], "1": [3]}) for slot in (0, 1)),
+        event("exit", 2.5, 1, 0, how="SIGKILL", code=-9, member=True),
+        change(2.7, 2, 0, members=[0], reason="death", dead=[[1, "SIGKILL"]]),
+        event("rewound", 2.8, 0, step=1, batch=1, lost=1),
+        step(3.5, 2, 0, {"0": [2]}),
+        step(4.5, 3, 0, {"0": [3]}),
+    ]
+    found = audit(records)
+    assert found.steps == (1, 2, 3)
+    assert found.problems() == []
+    assert audit([record for record in records if record["event"] != "rewound"]).problems() != []
+
+
 def test_a_death_that_a_plan_caused_happened_when_the_fault_fired() -> None:
     fault = event("fault", 2.4, 1, 0, index=0, kind="kill", point="forward", step=2)
     (death,) = audit([*one_death(), fault]).deaths

@@ -1,0 +1,45 @@
+"""Takes a running trainer back to an earlier state of its fit, in the same process."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_ft.strategies import changing_modules, joining, own_results
+
+
+def run_again(trainer: Trainer, run: Callable[[], Any]) -> None:
+    """Run the fit loop from where it was taken back to, without the hooks that began the training."""
+    fit_loop: Any = trainer.fit_loop
+    fit_loop.on_run_start = lambda: None
+    try:
+        run()
+    finally:
+        del fit_loop.on_run_start
+
+
+def take_back(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Restore what Lightning and the user's callbacks keep; :func:`finish` does the rest at the first batch.
+
+    Args:
+        trainer: Its loops were left by an exception.
+        state: As :func:`~lightning_ft.strategies.joining.collect_state` returned it.
+
+    """
+    trainer.training = True  # and not in the validation in which it may have been
+    changing_modules.adopt_groups(trainer.lightning_module, trainer.optimizers, state["groups"])
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = joining.checkpoint_of(state)
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    assert trainer.fit_loop._data_fetcher is not None
+    iter(trainer.fit_loop._data_fetcher)  # forgets what was fetched
+
+
+def finish(trainer: Trainer, state: dict[str, Any], results: dict[str, Any]) -> None:
+    """Make the running loop what it was, at its first batch and before anything is fetched."""
+    joining.enter_loop(trainer, state)
+    own_results.take_back(trainer, results)

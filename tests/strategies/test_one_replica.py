@@ -1,0 +1,96 @@
+"""A module sharded over all ranks: one replica, which outlives its ranks by snapshots in memory."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ft.events.audit import audit
+from lightning_ft.testing import Fault, FaultPlan, JobResult, assert_used_up, run_job
+
+JOB = Path(__file__).parent / "jobs" / "one_replica.py"
+NUM_SAMPLES = 96
+
+
+def run(plan: FaultPlan, directory: Path, **options: Any) -> JobResult:
+    job = run_job(JOB, [json.dumps(options)], num_slots=3, faults=plan, directory=directory, timeout=150.0)
+    job.check()
+    assert_used_up(plan, job.events)
+    return job
+
+
+def committed_steps(directory: Path) -> list[tuple[int, list[list[int]]]]:
+    """The samples of each step that the training went on from, by batches, with its epoch."""
+    records: list[dict[str, Any]] = []
+    for path in directory.glob("steps_*.jsonl"):
+        slot = int(path.stem.removeprefix("steps_"))
+        records += [{**json.loads(line), "slot": slot} for line in path.read_text().splitlines()]
+    records.sort(key=lambda record: record["time"])
+    last = {record["step"]: record for record in records}
+    assert sorted(last) == list(range(1, len(last) + 1))
+    steps = []
+    for step, final in sorted(last.items()):
+        same = [r for r in records if r["step"] == step and r["members"] == final["members"]]
+        by_slot = {record["slot"]: record["ids"] for record in same}
+        assert set(by_slot) == set(final["members"]), step
+        steps.append((final["epoch"], [ids for ids in by_slot.values() if ids]))
+    return steps
+
+
+def assert_equals_one_process(directory: Path, monkeypatch: pytest.MonkeyPatch, num_epochs: int) -> None:
+    monkeypatch.syspath_prepend(str(JOB.parent))
+    import one_replica
+
+    steps = committed_steps(directory)
+    for epoch in range(num_epochs):
+        trained = Counter(index for of, batches in steps if of == epoch for ids in batches for index in ids)
+        assert trained == Counter(range(NUM_SAMPLES)), f"epoch {epoch} did not train every sample once"
+    expected = one_replica.train_in_one_process(steps)
+    results = [json.loads(path.read_text()) for path in sorted(directory.glob("result_*.json"))]
+    assert results
+    for result in results:
+        assert result["step"] == len(steps)
+        assert result["same"], "the parameters are other objects"
+        assert result["metrics"] == results[0]["metrics"]
+        for ours, theirs in zip(result["weights"], expected, strict=True):
+            torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_ranks_that_are_left_go_on_in_their_processes_and_those_that_return_take_their_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=2, point="gradients_ready", step=6),
+            Fault(kind="kill", slot=0, point="validation_batch", step=12),
+            Fault(kind="kill", slot=2, point="healed", incarnation=1),
+        ]
+    )
+    job = run(plan, tmp_path, validate=True)
+    assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
+    summary = audit(job.events)
+    assert summary.problems() == []
+    rewound = [event for event in job.events if event["event"] == "rewound"]
+    assert all(0 <= event["lost"] <= 4 + 1 for event in rewound)
+    assert json.loads((tmp_path / "result_1.json").read_text())["pid"] == int((tmp_path / "pid_1_0").read_text())
+    assert "go on from the snapshot of step 4; 2 steps are trained again" in job.stderr
+    assert not [name for name in os.listdir("/dev/shm") if "lightning_ft" in name]
+
+
+def test_two_deaths_at_once_and_one_in_the_recovery_leave_the_newest_whole_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="backward_early", step=9),
+            Fault(kind="kill", slot=2, point="generation", step=9),
+        ]
+    )
+    job = run(plan, tmp_path, strategy={"max_restarts": 0})
+    assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
+    assert audit(job.events).problems() == []
+    assert json.loads((tmp_path / "result_0.json").read_text())["size"] == 1
