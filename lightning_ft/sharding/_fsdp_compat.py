@@ -3,6 +3,7 @@
 A torch release that renames one of them is named here, and not in the middle of a recovery.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -25,7 +26,7 @@ _GROUP_NAMES = ("_to_sharded", "lazy_init")
 @cache
 def missing_names() -> tuple[str, ...]:
     """Return what this torch lacks of all that is needed here; nothing in a release that is known."""
-    missing = [f"FSDPModule.{name}" for name in ("_get_fsdp_state", "reset_iter_state") if not hasattr(FSDPModule, name)]
+    missing = [] if hasattr(FSDPModule, "_get_fsdp_state") else ["FSDPModule._get_fsdp_state"]
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo  # noqa: F401
         from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -35,6 +36,8 @@ def missing_names() -> tuple[str, ...]:
         return (*missing, str(error))
     missing += [f"FSDPParam.{name}" for name in _PARAM_NAMES if not hasattr(FSDPParam, name)]
     missing += [f"FSDPParamGroup.{name}" for name in _GROUP_NAMES if not hasattr(FSDPParamGroup, name)]
+    if not missing and "mesh_info" not in inspect.signature(FSDPParam._init_sharded_param).parameters:
+        missing.append("the argument `mesh_info` of FSDPParam._init_sharded_param")
     return tuple(missing)
 
 
@@ -50,7 +53,24 @@ def abandon_pass(module: nn.Module) -> None:
                 parameter.sharded_param.grad = None
     for unit in _units(module):
         if unit._get_fsdp_state()._is_root:  # None before the first forward pass
-            unit.reset_iter_state()
+            unit.reset_iter_state() if hasattr(unit, "reset_iter_state") else _reset(unit)
+
+
+def _reset(root: nn.Module) -> None:
+    """What ``reset_iter_state`` does, which torch before 2.13 lacks."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for unit in _units(root):
+        state = unit._get_fsdp_state()
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+        for group in _groups(unit):
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group._to_sharded()
 
 
 def run_as_forward(module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

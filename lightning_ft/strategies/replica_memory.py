@@ -14,6 +14,7 @@ from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.errors import ReplicaLostError
 from lightning_ft.events.log import EventLog
+from lightning_ft.sharding._fsdp_compat import missing_names
 from lightning_ft.sharding.mesh import renewed_mesh
 from lightning_ft.sharding.reshard import collect, move, restore
 from lightning_ft.sharding.shard_tree import put_together
@@ -68,8 +69,9 @@ class ReplicaMemory:
         """Return the memory of this rank; None if its supervisor has none, or it has no supervisor."""
         environment = RankEnvironment.of_process()
         paths = [] if environment is None else paths_of(environment.memory)
-        if not paths:
-            log.warning("Any death ends this training: there is no memory for snapshots.")
+        obstacle = f"this torch lacks {', '.join(missing_names())}" if missing_names() else ""
+        if obstacle or not paths:
+            log.warning("Any death ends this training: %s.", obstacle or "there is no memory for snapshots")
             return None
         return cls(trainer, engine, *args, paths=paths, **kwargs)
 
