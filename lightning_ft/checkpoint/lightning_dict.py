@@ -106,6 +106,18 @@ def read_meta(directory: str | Path, weights_only: bool | None = None) -> dict[s
     return meta
 
 
+def restore_tensors(meta: Mapping[str, Any], directory: str | Path) -> dict[str, Any]:
+    """Return ``meta`` with the tensors in it that :func:`split` took out of it.
+
+    Args:
+        meta: What is in ``meta.pt``, or what somebody who does not know of that left of it.
+        directory: The checkpoint.
+
+    """
+    tensors = unflatten(read_flat(Path(directory), weights_only=True, wanted=lambda path: path[0] == EXTRA))
+    return {key: _put_tensors(value, tensors.get(EXTRA, {})) for key, value in meta.items()}
+
+
 def _by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     return {**state, "state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}

@@ -20,9 +20,9 @@ _Path = tuple[str | int, ...]
 
 
 def load_sharded(
-    directory: str | os.PathLike[str],
     module: Module,
-    optimizers: Sequence[Optimizer] = (),
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    path: str | os.PathLike[str],
     *,
     strict: bool = True,
     weights_only: bool | None = None,
@@ -32,9 +32,9 @@ def load_sharded(
     Nothing is changed before it is known that everything fits, and weights only once they have been read.
 
     Args:
-        directory: The checkpoint; verify it first.
         module: Its parameters are DTensors or plain tensors.
-        optimizers: Of the module's parameters, in the order in which they were saved.
+        optimizer: Of the module's parameters; several in the order in which they were saved; None loads weights only.
+        path: The checkpoint; verify it first.
         strict: Whether the checkpoint must have exactly the names that the module has.
         weights_only: For what is not a tensor, as in ``torch.load``.
 
@@ -42,7 +42,8 @@ def load_sharded(
         MalformedStateError: If it does not fit.
 
     """
-    where = Path(directory)
+    where = Path(path)
+    optimizers = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else optimizer
     metadata = read_metadata(where)
     paths = {tuple((metadata.planner_data or {}).get(key, (key,))): key for key in metadata.state_dict_metadata}
     root = next((path[0] for path in paths if path[0] in ("state_dict", "model")), "state_dict")

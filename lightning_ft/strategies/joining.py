@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_ft.loops import logged_results
 from lightning_ft.strategies import changing_modules, tuning
+from lightning_ft.trainer.verified_resume import VerifiedResume
 
 PEER_CHECKPOINT = "ft://peer"
 """The ``ckpt_path`` that means: ask a live rank."""
@@ -47,6 +48,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "callback_metrics": dict(connector._callback_metrics),
         "logged_metrics": dict(connector._logged_metrics),
         "should_stop": trainer.should_stop,
+        "resumed_from": VerifiedResume.of(trainer).resumed_from,
         "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
         "validation": validation_data(trainer),
         "found": tuning.found(trainer, trainer.lightning_module),
@@ -123,6 +125,7 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
     for loop, descriptions in zip(logged_results.loops_that_log(trainer), state["results"], strict=True):
         logged_results.take_over(trainer, loop._results, descriptions)
     trainer.should_stop = state["should_stop"]
+    VerifiedResume.of(trainer).resumed_from = state["resumed_from"]  # which is never removed, if its path was given
     tuning.adopt(trainer, trainer.lightning_module, state["found"])
     parameters = dict(trainer.lightning_module.named_parameters())
     for name, gradient in state["gradients"].items():

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration import migrate_checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ft.checkpoint.leftovers import collect, discard
-from lightning_ft.checkpoint.lightning_dict import read_checkpoint
+from lightning_ft.checkpoint.lightning_dict import read_checkpoint, restore_tensors
 from lightning_ft.checkpoint.reader import DefaultGroup, check, newest_valid
 from lightning_ft.checkpoint.verify import read_manifest
 from lightning_ft.errors import DamagedCheckpointError
@@ -48,6 +48,16 @@ class VerifiedResume:
         resume = cls(trainer)
         trainer._checkpoint_connector.resume_start = resume.resume_start  # type: ignore[method-assign]
         return resume
+
+    @property
+    def resumed_from(self) -> tuple[str | None, str | None]:
+        """What the Trainer resumed from, and :attr:`chosen`; a rank that joins takes it over from the others."""
+        path = self._connector._ckpt_path
+        return None if path is None else os.fspath(path), self.chosen
+
+    @resumed_from.setter
+    def resumed_from(self, value: tuple[str | None, str | None]) -> None:
+        self._connector._ckpt_path, self.chosen = value
 
     def offer(self, dirpath: _PATH, *, auto: bool, newest: str | None) -> None:
         """Say where the checkpoints of this Trainer are; to be called before each Trainer call loads one.
@@ -94,9 +104,12 @@ class VerifiedResume:
         return path
 
     def _load(self, path: str | None, weights_only: bool | None) -> None:
-        own = type(self._trainer.strategy).load_checkpoint is not Strategy.load_checkpoint
+        strategy = self._trainer.strategy
+        own = type(strategy).load_checkpoint is not Strategy.load_checkpoint
         if path is None or own or not os.path.isdir(path):
             self._resume_start(path, weights_only)
+            if path is not None and os.path.isdir(path) and isinstance(strategy, ModelParallelStrategy):
+                self._connector._loaded_checkpoint = restore_tensors(self._connector._loaded_checkpoint, path)
             return
         rank_zero_info(f"Restoring states from the checkpoint path at {path}")
         self._connector._ckpt_path = path

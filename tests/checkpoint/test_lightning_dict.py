@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_ft.checkpoint.dcp_reading import read_flat, unflatten
-from lightning_ft.checkpoint.lightning_dict import join, read_checkpoint, read_meta, split
+from lightning_ft.checkpoint.lightning_dict import join, read_checkpoint, read_meta, restore_tensors, split
 from lightning_ft.errors import DamagedCheckpointError
 
 
@@ -35,6 +35,7 @@ def test_a_directory_gives_back_the_checkpoint_that_was_saved(save: Callable[...
     meta = read_meta(directory)  # large tensors, such as those of averages, are not in there
     assert isinstance(meta["callbacks"]["Average"]["model"]["2.weight"], dict)
     assert isinstance(meta["callbacks"]["Average"]["model"]["0.bias"], torch.Tensor)
+    assert_same(restore_tensors(meta, directory), {key: value for key, value in checkpoint.items() if key in meta})
 
 
 def test_taking_apart_changes_and_copies_nothing(checkpoint: dict[str, Any]) -> None:

@@ -37,9 +37,9 @@ def test_plain_modules_take_theirs_and_what_does_not_fit_is_named(
     model = torch.nn.Sequential(torch.nn.Linear(8, 160), torch.nn.BatchNorm1d(160), torch.nn.Linear(160, 120))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(MalformedStateError, match="no state of optimizer 1"):
-        load_sharded(directory, model, [optimizer, optimizer])
-    load_sharded(directory, model)
+        load_sharded(model, [optimizer, optimizer], directory)
+    load_sharded(model, None, directory)
     assert all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in model.state_dict().items())
     with pytest.raises(MalformedStateError, match=r"lacks \['3.weight'\] and has \['2.bias', '2.weight'\]"):
-        load_sharded(directory, torch.nn.Sequential(*model[:2], torch.nn.Identity(), torch.nn.PReLU()))
-    load_sharded(directory, torch.nn.Sequential(*model[:2]), strict=False)
+        load_sharded(torch.nn.Sequential(*model[:2], torch.nn.Identity(), torch.nn.PReLU()), None, directory)
+    load_sharded(torch.nn.Sequential(*model[:2]), None, directory, strict=False)

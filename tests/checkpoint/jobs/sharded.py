@@ -32,10 +32,10 @@ def main() -> None:
     before = wider[2].weight.to_local().clone()
     refused = ""
     try:
-        load_sharded(sys.argv[1], wider)
+        load_sharded(wider, None, sys.argv[1])
     except MalformedStateError as error:
         refused = str(error)
-    load_sharded(sys.argv[1], model, [optimizer])
+    load_sharded(model, optimizer, sys.argv[1])
     model_state, optimizer_state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     dcp.save({"state_dict": model_state, "optimizer_0": optimizer_state}, checkpoint_id="again")
     result = {
