@@ -2,7 +2,7 @@
 
 import json
 import os
-import sys
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).parent / "jobs"))
-
-from directories import Directories
-
+from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
 from lightning_ft.checkpoint.export import export_checkpoint
 from lightning_ft.errors import DamagedCheckpointError
 
@@ -74,7 +71,7 @@ def fit(
     seed_everything(3, verbose=False)
     asked = {name: options.pop(name) for name in ("ckpt_path", "weights_only") if name in options}
     options = {"dirpath": directory / "checkpoints", "save_top_k": -1, "filename": "{epoch}", **options}
-    trainer = make_trainer(directory, max_epochs, Directories(**options))
+    trainer = make_trainer(directory, max_epochs, AsyncCheckpoint(**options))
     model = Model(**(hyper_parameters or {}))
     trainer.fit(model, loader(), loader(), **asked)
     return model, trainer
@@ -157,7 +154,7 @@ def test_evaluation_loads_directories_by_every_name(tmp_path: Path) -> None:
     expected = trainer.validate(model, loader(), verbose=False)
     for name in ("last", "best", trainer.checkpoint_callback.best_model_path):
         other = (
-            make_trainer(tmp_path, 2, Directories(dirpath=tmp_path / "checkpoints", filename="{epoch}"))
+            make_trainer(tmp_path, 2, AsyncCheckpoint(dirpath=tmp_path / "checkpoints", filename="{epoch}"))
             if name != "best"
             else trainer
         )
@@ -181,20 +178,20 @@ def test_a_second_fit_of_a_trainer_goes_on_from_where_it_is(tmp_path: Path) -> N
 
 
 def test_what_a_kill_left_to_be_removed_is_removed_at_the_next_start_and_nothing_elsewhere(tmp_path: Path) -> None:
-    fit(tmp_path / "a", 2)
     kept = tmp_path / "a" / "checkpoints"
-    trainer = make_trainer(tmp_path, 2, callback := Directories(dirpath=kept, filename="again", save_top_k=1))
-    callback.replaced = ("epoch=0.ckpt", "epoch=1.ckpt", "none.ckpt")
-    trainer.fit(Model(), loader(), loader())
-    assert sorted(os.listdir(kept)) == ["again.ckpt", "epoch=0.ckpt", "epoch=1.ckpt"]
-    fit(tmp_path / "b", 3, ckpt_path=kept / "again.ckpt")  # another run, which reads here
-    assert sorted(os.listdir(kept)) == ["again.ckpt", "epoch=0.ckpt", "epoch=1.ckpt"]
-    damage(kept / "again.ckpt")
-    fit(tmp_path / "a", 2, resume="auto")  # what replaces them is not there
-    assert sorted(os.listdir(kept)) == ["again.ckpt", "epoch=0.ckpt", "epoch=1.ckpt"]
-    damage(kept / "again.ckpt")  # the same bit again
+    fit(tmp_path / "a", 1)
+    shutil.copytree(kept / "epoch=0.ckpt", tmp_path / "copy")
+    fit(tmp_path / "a", 2, save_top_k=1, resume="auto")
+    assert os.listdir(kept) == ["epoch=1.ckpt"]
+    shutil.copytree(tmp_path / "copy", kept / "epoch=0.ckpt")  # as if it had been killed before it removed that one
+    fit(tmp_path / "b", 3, ckpt_path=kept / "epoch=1.ckpt")  # another run, which reads here
+    assert sorted(os.listdir(kept)) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    damage(kept / "epoch=1.ckpt")
+    fit(tmp_path / "a", 1, resume="auto")  # what replaces it is not there
+    assert sorted(os.listdir(kept)) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    damage(kept / "epoch=1.ckpt")  # the same bit again
     fit(tmp_path / "a", 2, resume="auto")
-    assert sorted(os.listdir(kept)) == ["again.ckpt"]
+    assert sorted(os.listdir(kept)) == ["epoch=1.ckpt"]
 
 
 def test_single_files_are_verified_and_resumed_from_too(tmp_path: Path, uninterrupted: Model) -> None:
@@ -220,8 +217,8 @@ def test_objects_in_hyper_parameters_need_the_users_consent_and_get_it(tmp_path:
 
 
 def test_resume_takes_auto_or_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="`Directories\\(resume='last'\\)` is not valid"):
-        Directories(resume="last")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="`AsyncCheckpoint\\(resume='last'\\)` is not valid"):
+        AsyncCheckpoint(resume="last")  # type: ignore[arg-type]
 
 
 def test_an_exported_file_loads_without_anything_of_ours(tmp_path: Path, uninterrupted: Model) -> None:

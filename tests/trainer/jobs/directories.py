@@ -1,4 +1,4 @@
-"""A checkpoint callback that saves directories at once, from rank 0."""
+"""Saves a checkpoint's directory at once, from one process, by torch's own writer."""
 
 import os
 import time
@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch import Trainer
 
-from lightning_ft.callbacks.resumable_checkpoint import ResumableCheckpoint
 from lightning_ft.checkpoint.layout import MANIFEST, META, FileEntry, Manifest, rank_section_name, staging_name
 from lightning_ft.checkpoint.leftovers import discard
 from lightning_ft.checkpoint.lightning_dict import split
@@ -42,18 +40,3 @@ def save_directory(
     if path.exists():
         discard(path)
     os.rename(staging, path)
-
-
-class Directories(ResumableCheckpoint):
-    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        if trainer.is_global_zero:
-            named = {id(parameter): name for name, parameter in trainer.lightning_module.named_parameters()}
-            groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in trainer.optimizers]
-            names = [[named[id(parameter)] for parameter in parameters] for parameters in groups]
-            save_directory(Path(filepath), checkpoint, names, replaces=self.replaced)
-        self._last_global_step_saved = trainer.global_step
-        self._last_checkpoint_saved = filepath
-        trainer.strategy.barrier()
-
-    replaced: tuple[str, ...] = ()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from directories import Directories
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft import FTStrategy
+from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
 from lightning_ft.testing import FaultPlan
 
 warnings.filterwarnings("ignore")
@@ -76,7 +76,7 @@ def main() -> None:
     seed_everything(3, verbose=False)
     devices = options["devices"]
     strategies = {"ft": lambda: FTStrategy(**options.get("ft", {})), "mps": lambda: ModelParallelStrategy(devices, 1)}
-    kind = {"directories": Directories, "lightning": ModelCheckpoint}[options.get("callback", "directories")]
+    kind = {"ours": AsyncCheckpoint, "lightning": ModelCheckpoint}[options.get("callback", "ours")]
     checkpoints = {"dirpath": "checkpoints", "filename": "{step}", "save_top_k": -1, **options.get("checkpoint", {})}
     start = AtStart()
     trainer = Trainer(
