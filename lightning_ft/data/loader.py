@@ -12,6 +12,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lightning_ft.data.random_state import random_state, under_random_state
 from lightning_ft.data.replicas import as_replica, full_length
+from lightning_ft.data.rows import Pass, RowPlan
 from lightning_ft.data.tickets import TicketPlan
 
 Order = list[int] | list[list[int]]
@@ -39,6 +40,7 @@ class ElasticLoader:
         current_epoch: Returns the epoch that an iteration begins.
         agree: Used for samplers whose order is not a function of seed and epoch.
         limit: ``Trainer(limit_train_batches=...)``: batches of a rank, or a fraction of them.
+        whole_rows: Whether each step trains as many tickets as if all slots were live.
 
     """
 
@@ -50,6 +52,8 @@ class ElasticLoader:
         current_epoch: Callable[[], int],
         agree: Agreement,
         limit: int | float = 1.0,
+        *,
+        whole_rows: bool = False,
     ) -> None:
         self.dataset = source.dataset
         self.sampler: Any = source.sampler
@@ -64,11 +68,11 @@ class ElasticLoader:
         if self._batched_by_user:
             self.sampler = getattr(source.batch_sampler, "sampler", source.sampler)
         self._order: Order | None = None
-        self.plan = TicketPlan(0, num_slots)
+        self.plan: TicketPlan | RowPlan = TicketPlan(0, num_slots)
         num_tickets = self._count_tickets()
         self._length = -(-num_tickets // num_slots)
         allowed = int(self._length * limit) if isinstance(limit, float) else limit
-        self.plan = TicketPlan(min(num_tickets, allowed * num_slots), num_slots)
+        self.plan = (RowPlan if whole_rows else TicketPlan)(min(num_tickets, allowed * num_slots), num_slots)
         self.live: tuple[int, ...] = tuple(range(num_slots))
         self.ticket: int | None = None
         self.has_own_batch = True
@@ -103,11 +107,20 @@ class ElasticLoader:
         if not tickets:
             self._batches = None
             raise StopIteration
-        self.ticket = tickets.get(self._slot)
-        batch = None if self.ticket is None else self._fetch(self.ticket)
-        self.has_own_batch = batch is not None
+        batch = self._fetch_own(tickets)
         self.on_take()
-        return batch if self.has_own_batch else self._ghost_batch()
+        return self._ghost_batch() if batch is None else batch
+
+    def fetch_extra(self, tickets: Pass, *, prefetched: bool) -> Any:
+        """Return this slot's batch for a further pass of the step under way, or one that does not count.
+
+        Args:
+            tickets: What the slots have in the pass.
+            prefetched: Whether the plan told of it before.
+
+        """
+        batch = self._fetch_own(tickets, prefetched=prefetched)
+        return self._ghost_batch() if batch is None else batch
 
     @property
     def remaining_steps(self) -> int:
@@ -148,6 +161,14 @@ class ElasticLoader:
         self._resumed, self._has_joined, self.deferred, self.live = False, True, False, live
 
     # Order and batches.
+
+    def _fetch_own(self, tickets: Pass, *, prefetched: bool = True) -> Any:
+        self.ticket = tickets.get(self._slot)
+        batch = None
+        if self.ticket is not None:
+            batch = self._fetch(self.ticket) if prefetched else self._fetcher().fetch(self._indices(self.ticket))
+        self.has_own_batch = batch is not None
+        return batch
 
     def _fetch(self, ticket: int) -> Any:
         if self._batches is None or self._round != self.plan.round:
@@ -284,14 +305,17 @@ class ElasticLoader:
 
     def _ghost_batch(self) -> Any:
         """Any batch of the epoch, for a rank that must take part in the step but has none of its own."""
-        fetcher = _MapDatasetFetcher(
-            self.dataset, self.batch_size is not None or self._batched_by_user, self._source.collate_fn, drop_last=False
-        )
+        fetcher = self._fetcher()
         tickets = range(self.plan.num_tickets)
         first = self._slot % len(tickets)
         # Nearly always the first one is it. If all are None, Lightning skips this step, on every rank alike.
         batches = (fetcher.fetch(self._indices(ticket)) for ticket in chain(tickets[first:], tickets[:first]))
         return next((batch for batch in batches if batch is not None), None)
+
+    def _fetcher(self) -> _MapDatasetFetcher:
+        """What fetches in this process."""
+        auto_collation = self.batch_size is not None or self._batched_by_user
+        return _MapDatasetFetcher(self.dataset, auto_collation, self._source.collate_fn, drop_last=False)
 
     @property
     def worker_init_fn(self) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from lightning_ft.data.random_state import random_state, under_random_state
+from lightning_ft.data.source_positions import Memory, SourcePositions
 from lightning_ft.data.stream_plan import StreamPlan
 
 _OFFER = struct.Struct("=???")
@@ -38,12 +39,20 @@ class _Offer:
     can_run: bool
 
 
+class Loan(Protocol):
+    """How a rank whose stream is empty gets a batch to keep the others company with."""
+
+    def __call__(self, batch: Any, lender: int) -> Any:
+        """Collective. Return the batch of slot ``lender``, or None if it died."""
+
+
 class StreamLoader:
     """The training loader of one slot whose data is a stream of its own, as under ``ddp``.
 
     Before each batch the ranks tell each other whether they have one. The epoch goes on until the streams of all live
     slots are used up; a rank without a batch takes part with weight 0, so that every batch is trained exactly once. A
-    slot's next incarnation skips what was trained of its stream, which therefore must yield the same again.
+    slot's next incarnation skips what was trained of its stream, which therefore must yield the same again; a source with
+    ``state_dict`` and ``load_state_dict`` is put there instead.
 
     Args:
         source: Any iterable; of its attributes, those that this class lacks are readable here too.
@@ -54,6 +63,8 @@ class StreamLoader:
         lengths: The lengths of the streams, by slot; None if any of them is not known.
         limit: ``Trainer(limit_train_batches=...)``: batches of a rank, or a fraction of them.
         in_stream: Entered while the source runs.
+        borrow: Sends a batch to ranks that have none in the epoch.
+        memory: Keeps the state of a source that has one.
 
     """
 
@@ -67,6 +78,9 @@ class StreamLoader:
         lengths: list[int] | None,
         limit: int | float = 1.0,
         in_stream: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        *,
+        borrow: Loan,
+        memory: Memory | None = None,
     ) -> None:
         self.source = source
         self.plan = StreamPlan(num_slots)
@@ -78,6 +92,8 @@ class StreamLoader:
         self._slot = slot
         self._current_epoch = current_epoch
         self._exchange = exchange
+        self._borrow = borrow
+        self._positions = None if memory is None else SourcePositions.of(source, memory)
         self._in_stream = in_stream
         self._length = None if lengths is None else max(lengths)
         self._is_sized = lengths is not None
@@ -86,6 +102,7 @@ class StreamLoader:
             if lengths is None
             else [_limited(n, limit) for n in lengths]
         )
+        self._caps = caps
         self._cap = caps[slot]
         self.expected_steps = max((cap for cap in caps if cap is not None), default=None)
         """How many steps the epoch has without faults, as far as that is known beforehand."""
@@ -98,6 +115,7 @@ class StreamLoader:
         self._spare: tuple[Any] | None = None
         self._opened_under: dict[str, Any] | None = None
         self._more: dict[int, bool] = {}
+        self._through: set[int] = set()
         self._may_go_on = True
 
     def __getattr__(self, name: str) -> Any:
@@ -118,6 +136,7 @@ class StreamLoader:
             self._resumed = False
         else:
             self._opened_under = None
+            self._through.clear()
             self.plan.begin_epoch(self._current_epoch())
         self._close()
         if not self.deferred:
@@ -128,9 +147,14 @@ class StreamLoader:
         """Collective. At a batch boundary: learn who has a batch for the step that begins."""
         if self.plan.epoch != self._current_epoch():  # resumed, but that epoch was over
             iter(self)
-        self._mine = self._offer()
-        rows = self._exchange(_OFFER.pack(*astuple(self._mine)))
-        self._offers = {slot: _Offer(*_OFFER.unpack(row)) for slot, row in rows.items()}
+        while True:
+            self._mine = self._offer()
+            rows = self._exchange(_OFFER.pack(*astuple(self._mine)))
+            self._offers = {slot: _Offer(*_OFFER.unpack(row)) for slot, row in rows.items()}
+            able = [slot for slot, offer in sorted(self._offers.items()) if offer.can_run]
+            if not able or len(able) == len(self._offers) or not any(o.has_batch for o in self._offers.values()):
+                break
+            self._lend(able[0])
         self._may_go_on = True
 
     def __next__(self) -> Any:
@@ -141,6 +165,7 @@ class StreamLoader:
         offers, self._offers = self._offers, {}
         self._check(offers)
         self._more = {slot: offer.has_more for slot, offer in offers.items()}
+        self._through |= {slot for slot, offer in offers.items() if not offer.has_batch}
         self._may_go_on = any(self._more.values())
         self.ticket = self.plan.take([slot for slot, offer in offers.items() if offer.has_batch]).get(self._slot)
         batch = self._take(self._mine)
@@ -161,7 +186,20 @@ class StreamLoader:
     def commit(self, contributors: tuple[int, ...]) -> dict[int, list[int]]:
         """Record that a step with the gradients of ``contributors`` is committed; return the tickets that are done."""
         self._may_go_on = any(self._more.get(slot, True) for slot in contributors)
-        return self.plan.commit(contributors)
+        self._through |= {slot for slot in contributors if not self._more.get(slot, True)}
+        done = self.plan.commit(contributors)
+        if self._positions is not None and done.get(self._slot):
+            self._positions.keep(self.plan.epoch, self.plan.position(self._slot))
+        return done
+
+    def left_of(self, missing: Iterable[int]) -> dict[int, int | None]:
+        """Return how many batches the streams of ``missing`` slots have left, if any; None where that is not known."""
+        left = {slot: self._caps[slot] for slot in missing if slot not in self._through}
+        if self._is_sized:
+            left = {slot: int(self.plan.num_left(slot, cap)) for slot, cap in left.items()}
+        else:
+            left = dict.fromkeys(left)
+        return {slot: count for slot, count in left.items() if count != 0}
 
     def expect_more(self) -> None:
         """Somebody is about to join who may have batches, even if nobody else has."""
@@ -197,12 +235,14 @@ class StreamLoader:
         the same again they must draw the same, and what training draws must not shift.
         """
         state, self._opened_under = self._opened_under, self._opened_under or random_state()
+        position = self.plan.position(self._slot)
         with under_random_state(state), self._in_stream():
             _set_epoch(self.source, self.plan.epoch)
+            is_there = self._positions is not None and self._positions.resume(self.plan.epoch, position)
             self._stream = iter(self.source)
             if self._cap != 0:
                 self._read()
-            for _ in range(self.plan.position(self._slot)):
+            for _ in range(0 if is_there else position):
                 if not self._ahead:
                     break
                 trained = self._ahead.popleft()
@@ -238,6 +278,8 @@ class StreamLoader:
         self._used_up = batch is _END
         if not self._used_up:
             self._ahead.append(batch)
+            if self._positions is not None:
+                self._positions.advance()
         return not self._used_up
 
     def _take(self, mine: _Offer) -> Any:
@@ -251,17 +293,20 @@ class StreamLoader:
             self._spare = (batch,)  # should the stream be shorter than it says
         return batch
 
+    def _lend(self, lender: int) -> None:
+        """Collective. Let ranks that have no batch to run a step with run one of the ``lender``'s, which will not count."""
+        mine = None
+        if lender == self._slot:
+            mine = self._ahead[0] if self._spare is None else self._spare[0]
+        batch = self._borrow(mine, lender)
+        if not self._mine.can_run and batch is not None:
+            self._spare = (batch,)
+
     def _check(self, offers: dict[int, _Offer]) -> None:
-        """End the epoch if nobody can train, with an error if only some ranks cannot."""
-        waiting = [slot for slot, offer in offers.items() if not offer.can_run]
-        if not any(offer.has_batch for offer in offers.values()) and (waiting or self.plan.is_untouched):
+        """End the epoch if nobody can train."""
+        is_stuck = not all(offer.can_run for offer in offers.values())
+        if not any(offer.has_batch for offer in offers.values()) and (is_stuck or self.plan.is_untouched):
             raise StopIteration
-        if waiting and len(waiting) < len(offers):
-            raise ValueError(
-                f"The training data of slot {', '.join(map(str, sorted(waiting)))} yielded no batch in epoch"
-                f" {self.plan.epoch}, but that of other ranks did. Every rank needs at least one, to take part in the"
-                " others' steps with."
-            )
 
 
 def _copy(batch: Any) -> Any:

@@ -55,6 +55,12 @@ class TicketPlan:
         self._returned: list[int] = []
         self._start_round([range(self.num_tickets)], range(self.num_slots))
 
+    def begin_with(self, epoch: int, segments: Iterable[range]) -> None:
+        """Deal round 0 of an epoch in which only the tickets in ``segments`` are open."""
+        self.begin_epoch(epoch)
+        self._start_round(segments, range(self.num_slots))
+        self._num_open = len(self._pool)
+
     @property
     def num_open(self) -> int:
         """How many tickets are neither done nor in flight."""
@@ -68,6 +74,12 @@ class TicketPlan:
     def open_tickets(self) -> Iterator[int]:
         """Lazily, all tickets that are neither done nor in flight, as a new round would deal them."""
         return chain.from_iterable(self._open_segments())
+
+    def open_segments(self) -> list[range]:
+        """All tickets that are neither done nor in flight, in the order of the round."""
+        if not self._returned and len(set(self._taken)) == 1:  # nobody is ahead of the others
+            return list(self._pool.every(1, self._taken[0] * len(self._taken)))
+        return merge_segments(range(ticket, ticket + 1) for ticket in sorted(self.open_tickets()))
 
     def remaining_steps(self, live: Collection[int]) -> int:
         """How many further calls of :meth:`take` will yield tickets if ``live`` does not change."""

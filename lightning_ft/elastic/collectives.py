@@ -35,6 +35,8 @@ class Collectives:
         self._engine = engine
         self.weight = 1.0
         """Whether this rank's values count in a mean, 1 or 0: 0 while it has no batch of its own."""
+        self.counted: float | None = None
+        """How many ranks' values were in the last mean."""
 
     def barrier(self, name: str) -> None:
         """Collective. Return once every live rank is in this barrier."""
@@ -60,6 +62,7 @@ class Collectives:
             inline = _WEIGHT.pack(self.weight) + _to_bytes(weighted)
             rows: list[bytes] = self._engine.run("mean", lambda exchange: exchange.inline, size=value.numel(), inline=inline)
             total: float = sum(_WEIGHT.unpack(row[: _WEIGHT.size])[0] for row in rows)
+            self.counted = total
             parts: Tensor = torch.stack([_from_bytes(row[_WEIGHT.size :], value) for row in rows])
             return parts.sum(0) / max(total, 1.0)
         weighted = value if self.weight else torch.zeros_like(value)

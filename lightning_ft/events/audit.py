@@ -5,7 +5,7 @@ Pure over the events that :func:`~lightning_ft.events.log.read_events` returns; 
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from statistics import median
@@ -124,6 +124,7 @@ class Audit:
         steps: The committed steps, sorted.
         steps_lost: Steps missing between the first and the last committed one.
         conflicts: Steps that two ranks which went on from them describe differently.
+        partial: Steps that lack batches which they would have had without faults, where the global batch is constant.
         median_step: Median seconds between two steps of a process; None if no process made two.
         exit_code: The job's, None while it runs.
 
@@ -136,6 +137,7 @@ class Audit:
     steps: tuple[int, ...]
     steps_lost: tuple[int, ...]
     conflicts: tuple[int, ...]
+    partial: tuple[int, ...]
     median_step: float | None
     exit_code: int | None
 
@@ -161,6 +163,8 @@ class Audit:
             found.append(f"No rank committed steps {_tell(self.steps_lost)}.")
         if self.conflicts:
             found.append(f"Ranks disagree about what is in steps {_tell(self.conflicts)}.")
+        if self.partial:
+            found.append(f"The global batch is constant, but steps {_tell(self.partial)} lack a part of theirs.")
         return found
 
 
@@ -195,6 +199,7 @@ def audit(events: Iterable[Event]) -> Audit:
         steps=tuple(steps),
         steps_lost=tuple(sorted(set(range(steps[0], steps[-1])) - set(steps))) if steps else (),
         conflicts=tuple(sorted(conflicts)),
+        partial=tuple(sorted(_partial(contents, by_kind.get("epoch", [])))),
         median_step=timeline.median,
         exit_code=next((event["code"] for event in by_kind.get("finish", [])), None),
     )
@@ -253,6 +258,20 @@ def _audit_epochs(steps: Iterable[Event], announcements: Iterable[Event]) -> dic
         number: _epoch(trained.get(number, Counter()), sizes.get(number), number in sizes)
         for number in sorted({*trained, *sizes})
     }
+
+
+def _partial(contents: Mapping[Place, Event], announcements: Iterable[Event]) -> Iterator[int]:
+    """The steps that have a part of a global batch only."""
+    sizes = {
+        event["epoch"]: (event["global_batch"], event["num_tickets"]) for event in announcements if "global_batch" in event
+    }
+    for (_, number, _), record in contents.items():
+        if record.get("epoch") in sizes:
+            size, num_tickets = sizes[record["epoch"]]
+            tickets = set(chain.from_iterable(record["tickets"].values()))
+            whole = {first + i for first in {ticket // size * size for ticket in tickets} for i in range(size)}
+            if any(ticket not in tickets for ticket in whole if ticket < num_tickets):
+                yield number
 
 
 def _epoch(trained: Counter[int], num_tickets: int | None, announced: bool) -> EpochAudit:

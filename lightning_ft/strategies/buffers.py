@@ -23,6 +23,11 @@ class BufferSync:
         self.due = True
         """Whether the next forward pass sends them; must be the same on all ranks."""
 
+    @property
+    def sends_next(self) -> bool:
+        """Whether the next forward pass begins with a message."""
+        return self.due and next(self._module.buffers(), None) is not None
+
     def before_forward(self, *, synchronize_gradients: bool) -> None:
         """Collective. To be called before every forward pass of the module.
 

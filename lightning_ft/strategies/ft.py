@@ -28,7 +28,7 @@ from typing_extensions import override
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.checkpoint.peers import Peers
 from lightning_ft.data.workers import shield_workers
-from lightning_ft.elastic.checks import check_count, check_type
+from lightning_ft.elastic.checks import check_choice, check_count, check_type
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.gathering import gather_with_gradients
@@ -86,6 +86,9 @@ class FTStrategy(ParallelStrategy):
             checkpoints have limits of their own in ``supervision``.
         spares: Processes that are kept waiting at the Trainer call to take a dead rank's place at once; without them a
             rank's next process first runs the script up to there.
+        global_batch: What a step trains while ranks are missing. ``"shrink"``: the batches of the live ones; what is left
+            comes at the end of the epoch, which has more steps. ``"constant"``: those of the missing ones, too, in
+            further passes of the same step, so that the training takes the steps that it would take without faults.
         find_unused_parameters: Whether a step may leave parameters without a gradient. If not, automatic optimization
             raises when one does, as ``ddp`` would; finding them costs nothing here.
         shard_size: Ranks that together hold one copy of the model, a replica; "all": all of them. 1: each rank holds one.
@@ -115,6 +118,7 @@ class FTStrategy(ParallelStrategy):
         min_replicas: int = 1,
         timeout: timedelta | float | None = None,
         spares: int = 0,
+        global_batch: Literal["shrink", "constant"] = "shrink",
         find_unused_parameters: bool = False,
         sharding: ShardingOptions | None = None,
         supervision: SupervisionOptions | None = None,
@@ -124,6 +128,7 @@ class FTStrategy(ParallelStrategy):
             raise MisconfigurationException(obstacle)
         supervision = SupervisionOptions() if supervision is None else supervision
         check_type("FTStrategy", "supervision", supervision, SupervisionOptions, "`SupervisionOptions(...)`, or None")
+        check_choice("FTStrategy", "global_batch", global_batch, ("shrink", "constant"))
         check_type("FTStrategy", "find_unused_parameters", find_unused_parameters, bool, "True or False")
         sharding = ShardingOptions() if sharding is None else sharding
         check_type("FTStrategy", "sharding", sharding, ShardingOptions, "`ShardingOptions(...)`, or None")
@@ -142,6 +147,7 @@ class FTStrategy(ParallelStrategy):
         # By itself a rank gives up only after the supervisor must have acted.
         self._timeout = timedelta(seconds=2 * max(self._policy.stall_timeout, seconds or 0.0))
         self._find_unused_parameters = find_unused_parameters
+        self._constant_batch = global_batch == "constant"
         self.num_nodes = 1
         self.engine: Engine = SoloEngine()
         self.collectives = Collectives(self.engine)
@@ -236,6 +242,11 @@ class FTStrategy(ParallelStrategy):
         self._policy = replace(self._policy, shard_size="all" if self._shard_size == "all" else shard_size)
         if shard_size > 1:
             self._sharding = ReplicaSharding(shard_size, self._sharding_options)
+            if self._constant_batch:
+                raise MisconfigurationException(
+                    f'`FTStrategy(shard_size={shard_size}, global_batch="constant")` is not supported. Use'
+                    ' `global_batch="shrink"`.'
+                )
         check_combination(
             self._policy,
             num_nodes=self.num_nodes,
@@ -269,11 +280,23 @@ class FTStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         # Here, and not in `setup`: the module's own `setup` may ask for the loaders, or for their length.
-        self._live = LiveTraining(trainer, self.lightning_module, self.engine, self.collectives, self.events, self._startup)
-        self._live.data = TrainingData(trainer, self.engine, self._startup, self.broadcast)
+        self._live = LiveTraining(
+            trainer,
+            self.lightning_module,
+            self.engine,
+            self.collectives,
+            self.events,
+            self._startup,
+            constant_batch=self._constant_batch and not isinstance(self.engine, SoloEngine),
+        )
+        self._live.data = TrainingData(
+            trainer, self.engine, self._startup, self.broadcast, constant_batch=self._constant_batch
+        )
         if not isinstance(self.engine, SoloEngine):
             prepare_data_elastically(trainer, self.collectives, lambda: self.is_global_zero)
             self._live.data.watch_source()
+            if self._sharding is None:  # else a replica evaluates together
+                self._live.watch_evaluation()
         VerifiedResume.of(trainer)
         if not self.engine.alone:
             self._live.agree_on_slots()
@@ -306,6 +329,8 @@ class FTStrategy(ParallelStrategy):
             if self._sharding is not None:
                 self._sharding.take_in(self.optimizers)
                 self._live.memory = self._make_memory(trainer, self._live)
+            if self._live.extra is not None:
+                self._live.extra.check()
         self.setup_precision_plugin()
         if fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -332,6 +357,8 @@ class FTStrategy(ParallelStrategy):
             find_unused_parameters=self._find_unused_parameters,
             recover=None if self.sharded is None else self.sharded.recover,
         )
+        if live.extra is not None:
+            reducer.covers = live.extra.covers
         live.on_batch_end, live.may_pause = steps.end_batch, lambda: steps.may_pause
         live.on_abandon = steps.abandon
         return steps
@@ -419,7 +446,11 @@ class FTStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self.engine.activity.enter("training step")
-        self._before_forward()
+        extra = None if self._live is None else self._live.extra
+        if extra is None or not extra.is_running:
+            self._before_forward()
+            if extra is not None:
+                extra.begin_step()
         if self.sharded is None:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():

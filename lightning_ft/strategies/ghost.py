@@ -46,7 +46,8 @@ class GhostSteps:
         But a value of this rank alone stays until it has one of its own: should the epoch end before, it would be NaN.
         Under ``ddp`` such a rank has a repeated sample.
         """
-        results = self._trainer.fit_loop.epoch_loop._results
+        results = self._trainer._results
+        assert results is not None
         metrics = [module for module in self._pl_module.modules() if isinstance(module, Metric)]
         saved = [(metric, metric_state(metric)) for metric in (*metrics, *results.values())]
         known = list(results)

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_ft.data.loader import ElasticLoader
+from lightning_ft.data.rows import RowPlan
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine
@@ -20,8 +21,10 @@ from lightning_ft.sharding.shard_tree import put_back, take_apart
 from lightning_ft.strategies import changing_modules, joining, leadership, rewinding, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
+from lightning_ft.strategies.complete_evaluation import CompleteEvaluation
 from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
+from lightning_ft.strategies.extra_passes import ExtraPasses
 from lightning_ft.strategies.ghost import GhostSteps
 from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
@@ -44,6 +47,7 @@ class LiveTraining:
         collectives: Of the live ranks.
         events: Where it is recorded.
         startup: Ends with the first batch.
+        constant_batch: Whether the live ranks train the batches of missing ones in the same step.
 
     """
 
@@ -55,6 +59,8 @@ class LiveTraining:
         collectives: Collectives,
         events: EventLog,
         startup: StartupRecord,
+        *,
+        constant_batch: bool = False,
     ) -> None:
         self.shards = EvaluationShards()
         self.data: TrainingData | None = None
@@ -81,6 +87,10 @@ class LiveTraining:
         self._ghosts = GhostSteps(trainer, pl_module, collectives)
         self.num_changes = 0
         """How often the ranks agreed in this call that others take part; it grows at the same batch on all of them."""
+        self.extra: ExtraPasses | None = None
+        """The batches of missing replicas, if the global batch is constant."""
+        if constant_batch:
+            self.extra = ExtraPasses(trainer, pl_module, collectives, self._ghosts, self._batch.close, self._begin_ghost)
         self._slots: tuple[int, ...] = ()
         self._pause_agreed = False
         self._own_groups: list[Any] = []
@@ -101,6 +111,20 @@ class LiveTraining:
     def agree_on_slots(self) -> None:
         """Collective. Divide data among those that start this call together."""
         self._slots = tuple(sorted(self._collectives.broadcast_object(list(self._engine.members))))
+
+    def watch_evaluation(self) -> None:
+        """Have others evaluate the share of a rank that dies in validation or test."""
+        trainer = self.trainer
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            CompleteEvaluation(
+                trainer,
+                loop,
+                engine=self._engine,
+                events=self._events,
+                ghosts=self._ghosts,
+                slots=lambda: self._slots,
+                is_sending=lambda: not trainer.testing and self.buffers is not None and self.buffers.sends_next,
+            ).watch()
 
     def enter(self) -> None:
         """Get a word in before every batch, and keep Lightning from synchronizing the ranks on its own for each."""
@@ -194,6 +218,8 @@ class LiveTraining:
                 loader.live = self._slots
             loader.on_take = self._on_take
             self.loader = loader
+            if self.extra is not None:
+                self.extra.follow(loader)
         return replacement
 
     def after_reduction(self, reduced: Reduced) -> None:
@@ -208,21 +234,37 @@ class LiveTraining:
         self._divide_among(reduced.members)
         if self.loader is not None:
             done = self.loader.commit(reduced.members)
+            if self.extra is not None:
+                self.extra.end_step()
             if isinstance(self.loader, StreamLoader) and self._pause_agreed:
                 self.loader.expect_more()
+            if isinstance(self.loader, StreamLoader) and not self.loader.remaining_steps:
+                self._end_streams(self.loader)
             set_length(self.trainer, self.loader)
             self.commits.averaged(self.loader.plan.epoch, done, reduced.members)
+
+    def _end_streams(self, loader: StreamLoader) -> None:
+        """Say what is not trained in this epoch, since its slot is not back."""
+        left = loader.left_of(sorted(set(range(self._engine.num_slots)) - set(self._slots)))
+        if left and self._engine.rank == 0:
+            self._events.emit("streams_left", epoch=loader.plan.epoch, batches=left)
+            what = ", ".join(f"{'an unknown number' if n is None else n} of slot {slot}" for slot, n in left.items())
+            log.warning("Epoch %s ends without batches of streams whose slots are not back: %s.", loader.plan.epoch, what)
 
     def _on_take(self) -> None:
         assert self.loader is not None
         trainer, plan = self.trainer, self.loader.plan
         self._engine.activity.enter("loader")  # until `batch_to_device`
         if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0 and not tuning.is_searching(trainer):
-            self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets)
+            row = {"global_batch": plan.global_batch} if isinstance(plan, RowPlan) and plan.global_batch else {}
+            self._events.emit("epoch", epoch=plan.epoch, num_tickets=plan.num_tickets, **row)
         set_length_while_fetching(trainer, self.loader)
         self._ghosts.withdraw()
         if not self.loader.has_own_batch:
-            self._batch.enter_context(self._ghosts.step())
+            self._begin_ghost()
+
+    def _begin_ghost(self) -> None:
+        self._batch.enter_context(self._ghosts.step())
 
     def _before_batch(self) -> None:
         """Collective. At a batch boundary: enter as a joiner, let joiners in."""
@@ -245,6 +287,8 @@ class LiveTraining:
                 self.memory.at_boundary(lambda: self._hand_out([]))
         if isinstance(self.loader, StreamLoader):
             self._begin_batch(self.loader)
+        if self.extra is not None:
+            self.extra.begin_batch()
         replicas = f"{self._engine.replica.count}/{self._engine.num_slots // self._engine.replica.size}"
         self.trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
 
@@ -367,6 +411,9 @@ class LiveTraining:
         if change.before and change.before[0] != self._engine.slot and change.members[0] == self._engine.slot:
             self._events.emit("leader", before=change.before[0])
             leadership.take_over(self.trainer, self._pl_module, self._logger_versions or [])
+        if change.dead and self.trainer.predicting:  # nobody else can write or return what it predicted
+            slots = [slot for slot, _ in change.dead]
+            self._events.emit("incomplete", stage="predict", step=self.trainer.global_step, slots=slots)
         if self._engine.rank == 0:
             _tell(change, self._engine, self.trainer, is_one_replica=self.memory is not None)
 
@@ -388,7 +435,10 @@ def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: b
         if trainer.training:
             where, lost = f"in step {trainer.global_step + 1}", "the step was not lost"
         else:
-            where, lost = f"during {stage.value if stage else 'set-up'}", "its share of it is missing"
+            lost = (
+                "its share of it is missing" if trainer.predicting else "the others evaluate its share if they can read it"
+            )
+            where = f"during {stage.value if stage else 'set-up'}"
         if is_one_replica:
             lost = "from the newest snapshot"
         log.warning("Slot %s died (%s) %s; %s go on, %s.", slot, how, where, alive, lost)

@@ -6,9 +6,9 @@ and reduced again among the survivors: its gradient is left out of the average a
 
 import operator
 import struct
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ class Reduced:
         stop: A rank was asked to end after this step.
         contributors: How many ranks had a gradient that counts.
         unused: Parameters of which a rank whose gradients count has none.
+        is_whole: Whether all batches of the step are in it; if not, ``p.grad`` is as it was.
 
     """
 
@@ -48,6 +49,7 @@ class Reduced:
     stop: bool
     contributors: int
     unused: frozenset[Parameter] = frozenset()
+    is_whole: bool = True
 
 
 class _Uses:
@@ -101,7 +103,9 @@ class GradientReducer:
 
         Then nothing is reduced before backward is over: collectives run in one order, the same on all ranks.
         """
-        self._armed = False
+        self.covers: Callable[[Collection[int]], bool] = lambda members: True
+        """Whether the gradients of these slots are all that the step is to have; otherwise nothing is averaged."""
+        self.is_armed = False
         self._pending: PendingExchange | None = None
         self._group: Group | None = None
         self._works: list[Work] = []
@@ -148,8 +152,8 @@ class GradientReducer:
         """Collective. Announce the reduction; the backward pass that follows feeds it.
 
         Args:
-            weight: Micro-batches of this window that count.
-            total: Micro-batches of this window.
+            weight: Micro-batches of this rank in this window that count.
+            total: Micro-batches that each rank has in it by itself.
             stop: Whether this rank was asked to end after this step.
             label: Names the reduction, for the error when ranks are in different ones.
 
@@ -157,7 +161,7 @@ class GradientReducer:
         self._weight, self._label = weight, label
         self._inline = FLAGS.pack(self._engine.join_wanted, stop, weight, total)
         self._completed = self._engine.completed
-        self._armed = True
+        self.is_armed = True
         if self.collectives_inside is False:
             self._pending = self._engine.open(label, size=self._num_bytes, inline=self._inline)
         if self._spare is not None:
@@ -172,9 +176,11 @@ class GradientReducer:
 
     def finish(self) -> Reduced:
         """Collective. Return once ``p.grad`` holds the average over the contributing replicas."""
-        pending, self._pending, self._armed = self._pending, None, False
+        pending, self._pending, self.is_armed = self._pending, None, False
         self.collectives_inside = bool(self.collectives_inside) or self._engine.completed != self._completed
         result = self._engine.run(self._label, self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
+        if not result["is_whole"]:
+            return replace(learned(result), is_whole=False)
         for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
             if flat is not bucket.flat:  # received from a rank that completed this reduction
                 bucket.flat.copy_(flat)
@@ -216,7 +222,7 @@ class GradientReducer:
             uses.in_ghost = True
             return
         uses.any = True
-        if not self._armed:
+        if not self.is_armed:
             return  # an inner micro-batch of an accumulation window
         uses.seen += 1
         self._missing[uses.bucket] -= 1
@@ -270,6 +276,7 @@ class GradientReducer:
         self._works.append(group.allreduce([bucket.message]))
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
+        is_whole = self.covers(self._engine.members)
         flags = [FLAGS.unpack(row) for row in exchange.inline]
         counts: list[float] = []
         sparse: list[tuple[Tensor, Tensor]] = []
@@ -280,6 +287,8 @@ class GradientReducer:
             if self._error is not None:
                 raise self._error
             counts = self._reduce_buckets(exchange.group, exchange.size)
+            if not is_whole:  # and yet reduced: some may have sent buckets already, which all ranks must take
+                return {"is_whole": False, **self._tell(exchange)}
             if counts and counts[-1] < exchange.size:
                 # A rank used a parameter more often than in any step before, and sent its gradient too early.
                 self._start_over(exchange.group)
@@ -287,7 +296,7 @@ class GradientReducer:
             weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)
             scale = 1.0 / exchange.size if self._weight else 0.0
             sparse = [sum_rows(exchange, parameter, scale) for parameter in self._layouts[-1].sparse]
-            if 0 < weight < total:  # the mean is over the micro-batches that count, not over all ranks
+            if weight not in (0, total):  # the mean is over the micro-batches that count, not over all ranks
                 for tensor in (*(bucket.gradients for bucket in self._buckets), *(values for _, values in sparse)):
                     tensor.mul_(total / weight)
             if weight == 0:
@@ -302,6 +311,7 @@ class GradientReducer:
             "sparse": sparse,
             "zeros": zeros,
             "untouched": [index for index, count in enumerate(counts[:-1]) if count == 0],
+            "is_whole": True,
             **self._tell(exchange),
         }
 

@@ -29,7 +29,7 @@ class ShardedReducer(GradientReducer):
 
     def finish(self) -> Reduced:
         """Collective. Return once ``p.grad`` holds this rank's shard of the average over all ranks whose batches count."""
-        pending, self._pending, self._armed = self._pending, None, False
+        pending, self._pending, self.is_armed = self._pending, None, False
         self.collectives_inside = bool(self.collectives_inside) or self._engine.completed != self._completed
         result = self._engine.run(
             self._label, self._reduce, size=self._num_bytes, inline=self._inline, opened=pending, voted=True

@@ -55,6 +55,7 @@ class TrainingSteps:
         self._find_unused_parameters = find_unused_parameters
         self._synchronize = True
         self._micro_batches: list[bool] = []  # since the last average: whether each counts
+        self._num_extra = 0  # batches of missing replicas in the same time, which this rank ran
         self._reduced: Reduced | None = None
 
     def close(self) -> None:
@@ -91,27 +92,30 @@ class TrainingSteps:
         num_micro_batches = len(self._micro_batches)
         try:
             yield
-        finally:
-            self._synchronize = True
             if len(self._micro_batches) == num_micro_batches and self._is_automatic:
                 self._micro_batches.append(False)  # `training_step` returned None
+                self._end_passes()
+        finally:
+            self._synchronize = True
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[Tensor]:
         """Collective, at the end of a window. Run the backward pass of the loss that this yields inside."""
         if self._live.memory is not None:
             self._live.memory.poll()
-        is_own = self._live.has_own_batch
-        self._micro_batches.append(is_own)
+        is_own, extra = self._live.has_own_batch, self._live.extra
+        is_extra = extra is not None and extra.is_running
+        if is_extra:
+            self._num_extra += is_own
+        else:
+            self._micro_batches.append(is_own)
         self._reducer.follow(self._parameters)
-        if self._synchronize:
+        if self._synchronize and (extra is None or extra.is_over):
             self._arm()
         with nullcontext() if is_own else self._reducer.ghost_backward():
             yield loss if is_own else loss * 0.0
-        if self._synchronize:
-            self._finish_reduction()
-        else:
-            self._engine.activity.enter("callbacks")
+        if not is_extra:
+            self._end_passes()
 
     def wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return what ``optimizer`` is to call instead of ``closure``."""
@@ -148,9 +152,9 @@ class TrainingSteps:
             reduced = self._reduced
             if reduced is None:
                 self._micro_batches.append(False)
-                self._reducer.follow(self._parameters)
-                self._arm()
-                reduced = self._finish_reduction()
+                self._end_passes()
+                reduced = self._reduced
+            assert reduced is not None
             if not reduced.contributors:
                 return None
             return torch.zeros((), device=self._pl_module.device) if loss is None else loss
@@ -178,17 +182,36 @@ class TrainingSteps:
 
         return redoing
 
+    def _end_passes(self) -> None:
+        """Collective, at the end of a window. Run what else belongs to the batch, and average if the window is over."""
+        if self._live.extra is not None and self._is_automatic:
+            self._live.extra.run()
+        if not self._synchronize:
+            self._engine.activity.enter("callbacks")
+            return
+        if not self._reducer.is_armed:  # no backward pass was the last one to come
+            self._reducer.follow(self._parameters)
+            self._arm()
+        self._finish_reduction()
+
     def _arm(self) -> None:
-        weight, total = sum(self._micro_batches), len(self._micro_batches)
+        weight, total = sum(self._micro_batches) + self._num_extra, len(self._micro_batches)
         label = f"gradients of batch {self._live.batch}"
         self._reducer.arm(weight, total, stop=self._live.preemption.asked, label=label)
 
     def _finish_reduction(self) -> Reduced:
-        self._reduced = reduced = self._reducer.finish()
+        reduced = self._reducer.finish()
+        while not reduced.is_whole:
+            assert self._live.extra is not None
+            self._live.extra.take_over(reduced.members)
+            self._arm()
+            reduced = self._reducer.finish()
+        self._reduced = reduced
         if not reduced.contributors and self._is_automatic:  # also not those of batches that do not count
             for parameter in self._reducer.parameters:
                 parameter.grad = None
         self._micro_batches.clear()
+        self._num_extra = 0
         if self._is_automatic and not self._find_unused_parameters:
             check_all_used(self._pl_module, reduced.unused)
         self._live.after_reduction(reduced)

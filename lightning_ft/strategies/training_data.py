@@ -1,8 +1,10 @@
 """Chooses the loader that a rank trains from, and tells it what all ranks must see alike."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -28,14 +30,24 @@ class TrainingData:
         engine: Knows the membership.
         startup: Answers joiners with what the ranks agreed on at the start.
         broadcast: Sends an object from rank 0 to all, or to a joiner that of the start.
+        constant_batch: Whether each step has as many batches as if all ranks were live.
 
     """
 
-    def __init__(self, trainer: Trainer, engine: Engine, startup: StartupRecord, broadcast: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        engine: Engine,
+        startup: StartupRecord,
+        broadcast: Callable[[Any], Any],
+        *,
+        constant_batch: bool = False,
+    ) -> None:
         self._trainer = trainer
         self._engine = engine
         self._startup = startup
         self._broadcast = broadcast
+        self._constant_batch = constant_batch
         self._joint: JointLoaders | None = None
         self.pause_agreed = False
         """Whether the ranks learned, when they told each other what batches they have, that somebody waits to join."""
@@ -74,7 +86,13 @@ class TrainingData:
     def _make_elastic(self, dataloader: Any) -> ElasticLoader:
         slot, num_slots = self._engine.slot, self._engine.num_slots
         loader = ElasticLoader(
-            dataloader, slot, num_slots, self._current_epoch, agree=self._agree_on_order, limit=self._limit
+            dataloader,
+            slot,
+            num_slots,
+            self._current_epoch,
+            agree=self._agree_on_order,
+            limit=self._limit,
+            whole_rows=self._constant_batch,
         )
         _auto_add_worker_init_fn(loader, slot)
         return loader
@@ -86,6 +104,8 @@ class TrainingData:
             self._engine.num_slots,
             self._current_epoch,
             exchange=self._exchange_offers,
+            borrow=self._borrow,
+            memory=_SlotMemory(self._engine),
             lengths=self._agree_on_lengths(sized_len(source)),
             limit=self._limit,
             in_stream=self._engine.numbered_by_slot,
@@ -123,6 +143,22 @@ class TrainingData:
         self.pause_agreed = hold or any(row[0] for row in rows.values())
         return {slot: row[1:] for slot, row in rows.items()}
 
+    def _borrow(self, batch: Any, lender: int) -> Any:
+        """Collective. Return the batch of slot ``lender``, pickled as torch's object collectives are; None if it died."""
+        packed = pickle.dumps(batch) if lender == self._engine.slot else b""
+
+        def body(exchange: Exchange) -> bytes:
+            sizes = [int.from_bytes(row, "big") for row in exchange.inline]
+            source = next((rank for rank, size in enumerate(sizes) if size), None)
+            if source is None or exchange.group is None:
+                return packed
+            buffer = torch.frombuffer(bytearray(packed or sizes[source]), dtype=torch.uint8)
+            exchange.broadcast(buffer, source)
+            return buffer.numpy().tobytes()
+
+        received = self._engine.run("lend a batch", body, inline=len(packed).to_bytes(8, "big"))
+        return pickle.loads(received) if received else None
+
     def _exchange(self, label: str, mine: bytes) -> tuple[dict[int, bytes], bool]:
         """Collective. Return what each live slot says, and whether too few of them are left to go on."""
 
@@ -131,6 +167,30 @@ class TrainingData:
             return dict(zip(slots, exchange.inline, strict=True)), self._engine.hold
 
         return self._engine.run(label, body, inline=mine)
+
+
+class _SlotMemory:
+    """What the supervisor keeps for a slot's next incarnation, within one Trainer call.
+
+    Args:
+        engine: Of the job.
+
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def keep(self, value: bytes) -> None:
+        """Keep ``value`` in place of the one before."""
+        self._engine.record(self._key, value)
+
+    def recall(self) -> bytes | None:
+        """Return what was kept last."""
+        return self._engine.recorded(self._key)
+
+    @property
+    def _key(self) -> str:
+        return f"stream/{self._engine.call}/{self._engine.slot}"
 
 
 def _has_shared_order(dataloader: object) -> bool:

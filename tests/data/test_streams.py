@@ -35,6 +35,35 @@ class Endless:
             yield number
 
 
+class Stateful(Endless):
+    """Knows where it is."""
+
+    first = position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for index, number in list(enumerate(self.numbers))[first:]:
+            self.position = index + 1
+            self.num_read += 1
+            yield number
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["position"]
+
+
+class Kept:
+    value: bytes | None = None
+
+    def keep(self, value: bytes) -> None:
+        self.value = value
+
+    def recall(self) -> bytes | None:
+        return self.value
+
+
 class Job:
     """A loader for every slot, and the exchange between their threads."""
 
@@ -43,8 +72,19 @@ class Job:
         self._barrier = Barrier(len(sources), timeout=20)
         self._rows: dict[int, bytes] = {}
         lengths = [len(source) for source in sources] if sized else None
+        self.memories = [Kept() for _ in sources]
         self.loaders = [
-            StreamLoader(source, slot, len(sources), lambda: self.epoch, self._exchange_as(slot), lengths, limit)
+            StreamLoader(
+                source,
+                slot,
+                len(sources),
+                lambda: self.epoch,
+                self._exchange_as(slot),
+                lengths,
+                limit,
+                memory=self.memories[slot],
+                borrow=lambda batch, lender, slot=slot: self._lend(batch, lender, slot),
+            )
             for slot, source in enumerate(sources)
         ]
 
@@ -56,6 +96,13 @@ class Job:
             return dict(self._rows)
 
         return exchange
+
+    def _lend(self, batch: Any, lender: int, slot: int) -> Any:
+        self._barrier.wait()
+        if slot == lender:
+            self._lent = batch
+        self._barrier.wait()
+        return self._lent
 
     def train(self, num_steps: int = 1000) -> list[list[tuple[Any, bool, bool]]]:
         """Return of every slot its batches, whether they count and whether one was said to be the last."""
@@ -141,10 +188,22 @@ def test_batches_that_are_none_count_as_trained_and_others_stand_in() -> None:
     assert job.loaders[0].plan.position(0) == 4
 
 
-def test_no_data_anywhere_is_an_empty_epoch_and_on_some_ranks_an_error_on_all() -> None:
+def test_no_data_anywhere_is_an_empty_epoch_and_a_rank_without_any_borrows_a_batch() -> None:
     assert Job([Endless([]), Endless([])]).train_epoch() == [[], []]
-    with pytest.raises(ValueError, match="The training data of slot 1 yielded no batch in epoch 0"):
-        Job([Endless([1, 2]), Endless([])]).train_epoch()
+    job = Job([Endless([]), Endless([None, None]), Endless([21, 22])])
+    for epoch in range(2):
+        nothing, none, both = job.train_epoch(epoch)
+        assert own(both) == [21, 22]
+        for seen in (nothing, none):
+            assert own(seen) == []
+            assert [batch for batch, _, _ in seen] == [21, 21]
+
+
+def test_what_a_missing_slot_leaves_is_known_as_far_as_its_length_is() -> None:
+    for sized, left in ((True, {1: 1, 2: 1}), (False, {1: None, 2: None})):
+        job = Job([[1, 2, 3, 4], [11, 12, 13], [21, 22, 23], [31]], sized=sized)
+        job.train_epoch(num_steps=2)
+        assert job.loaders[0].left_of([1, 2, 3]) == left
 
 
 def test_nothing_is_taken_before_a_batch_boundary() -> None:
@@ -173,6 +232,26 @@ def test_another_loader_continues_a_shuffled_stream_where_one_was(workers: int) 
     assert str(random_state()) == str(before)
     for ours, theirs in zip(first, rest, strict=True):
         assert sorted(torch.cat([*ours, *theirs]).tolist()) == list(range(20))
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_source_with_a_state_is_put_to_its_last_committed_position_without_reading(is_behind: bool) -> None:
+    numbers = [[*range(10)], [*range(10, 17)]]
+    job = Job([Stateful(values) for values in numbers])
+    job.train_epoch(epoch=0)
+    job.train_epoch(epoch=1, num_steps=3)
+    states = [loader.state_dict() for loader in job.loaders]
+    if is_behind:  # what it committed last, nobody else learned of
+        job.train(1)
+    sources = [Stateful(values) for values in numbers]
+    other = Job(sources)
+    other.epoch = 1
+    for mine, theirs in zip(other.memories, job.memories, strict=True):
+        mine.value = theirs.value
+    for loader, state in zip(other.loaders, states, strict=True):
+        loader.load_handed_out(state, (0, 1))
+    assert [own(seen) for seen in other.train()] == [values[3:] for values in numbers]
+    assert [source.num_read for source in sources] == [7, 4]
 
 
 def test_attributes_of_the_source_are_readable() -> None:

@@ -206,3 +206,12 @@ def test_both_steps_of_a_rank_that_died_in_a_batch_that_the_others_ran_again_do_
     )
     assert found.problems() == []
     assert found.conflicts == ()
+
+
+def test_a_step_that_lacks_a_part_of_its_constant_global_batch_is_a_problem() -> None:
+    begin = event("epoch", 0.5, 0, epoch=0, num_tickets=5, global_batch=2)
+    whole = [step(1.0, 1, 0, {"0": [0], "1": [1]}), step(2.0, 2, 0, {"0": [2, 3]}), step(3.0, 3, 0, {"0": [4]})]
+    assert audit([begin, *whole]).problems() == []
+    torn = [whole[0], step(2.0, 2, 0, {"0": [2]}), step(3.0, 3, 0, {"0": [3, 4]})]
+    (problem,) = audit([begin, *torn]).problems()
+    assert problem == "The global batch is constant, but steps 2, 3 lack a part of theirs."

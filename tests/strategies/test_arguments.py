@@ -33,6 +33,7 @@ KILL = {"kind": "kill", "slot": 0, "point": "forward"}
         (FTStrategy, {"timeout": math.inf}, ValueError, r"timeout=inf.*at most 1e\+09"),
         (FTStrategy, {"timeout": timedelta(seconds=-1)}, ValueError, r"timeout=-1.0.*more than 0"),
         (FTStrategy, {"timeout": timedelta.max}, ValueError, r"timeout=.*at most 1e\+09"),
+        (FTStrategy, {"global_batch": "fixed"}, ValueError, r"global_batch='fixed'.*expected one of 'shrink', 'constant'"),
         (FTStrategy, {"spares": -1}, ValueError, r"spares=-1.*expected an integer, 0 or more"),
         (FTStrategy, {"spares": 0.5}, TypeError, r"spares=0.5.*expected an integer"),
         (FTStrategy, {"spares": 1, "max_restarts": 0}, ValueError, r"spares=1, max_restarts=0.*Use `spares=0`"),

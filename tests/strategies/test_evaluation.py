@@ -1,10 +1,13 @@
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from lightning_ft.strategies.evaluation import EvaluationShards
+from lightning_ft.testing import Fault, FaultPlan
 
 NO_LOOP = SimpleNamespace(
     fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(val_loop=SimpleNamespace(_combined_loader=None, _max_batches=[])))
@@ -46,3 +49,22 @@ def test_pass_under_way_keeps_its_shards():
     first = next(under_way)
     shards.follow(NO_LOOP, 0, 2)
     assert [first, *under_way] == [2, 5, 8, 11]
+
+
+def test_values_of_validation_and_test_are_those_without_deaths(train: Callable[..., Any]) -> None:
+    options = {"model": "GathersInValidation", "num_validation_samples": 60, "max_epochs": 1, "calls": ["fit", "test"]}
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="validation_batch", occurrence=1),
+            Fault(kind="kill", slot=0, point="test_batch", occurrence=2),
+        ]
+    )
+    whole = train(name="whole", devices=4, **options)
+    training = train(plan, devices=4, ft={"max_restarts": 0}, **options)
+    training.assert_went_on(plan, max_epochs=1)
+    assert set(training.results) == {2, 3}
+    for result in training.results.values():
+        for name in ("val_loss", "val_error", "largest"):
+            assert result["callback_metrics"][name] == pytest.approx(whole.results[2]["callback_metrics"][name], rel=1e-5)
+        assert result["test"][0] == pytest.approx(whole.results[2]["test"][0], rel=1e-5)
+    assert training.of("incomplete") == []

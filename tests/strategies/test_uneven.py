@@ -95,6 +95,19 @@ def test_uneven_streams_are_each_trained_once_whoever_dies(train_on_streams: Cal
     assert training.trained_samples(2) == [all_samples(24, 10, 31)] * 2
 
 
+def test_a_stream_with_a_state_goes_on_from_it_in_a_rank_that_comes_back(train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="forward", step=3),
+            Fault(kind="kill", slot=0, point="train_batch_end", step=4, occurrence=1),
+        ]
+    )
+    options = {"source": "stateful", "trainer": {"accumulate_grad_batches": 2}, "batch_size": 2}
+    training = train_on_streams(plan, counts=[24, 18, 21], ft={"min_replicas": 3}, **options)
+    check(training, plan)
+    assert training.trained_samples(2) == [all_samples(24, 18, 21)] * 2
+
+
 def test_uneven_streams_in_workers_and_windows_of_accumulation(train_on_streams: Callable[..., Any]) -> None:
     plan = FaultPlan([Fault(kind="kill", slot=2, point="train_batch_end", step=2, occurrence=1)])
     options = {"counts": [12, 7, 29], "workers": 2, "batch_size": 2, "trainer": {"accumulate_grad_batches": 3}}
@@ -110,6 +123,10 @@ def test_a_stream_whose_slot_stays_away_ends_there_and_so_does_the_epoch(train_o
     first, second = training.trained_samples(2)
     assert second == all_samples(10, 10)
     assert all_samples(10, 10, 16) - first == Counter()
+    assert [(event["epoch"], event["batches"]) for event in training.of("streams_left")] == [
+        (0, {"2": None}),
+        (1, {"2": None}),
+    ]
     # The others had nothing left when it died. A step that does not count ends the epoch as any: validation, schedulers.
     for result in training.results.values():
         assert result["epoch"] == 2
@@ -135,10 +152,11 @@ def test_none_everywhere_leaves_the_weights_alone(train_on_streams: Callable[...
     assert skipped.results[0]["global_step"] == 5
 
 
-def test_a_rank_without_any_data_is_an_error_that_names_it(train_on_streams: Callable[..., Any]) -> None:
-    training = train_on_streams(devices=2, counts=[10, 0])
-    assert training.job.returncode == 1
-    assert "The training data of slot 1 yielded no batch in epoch 0" in training.job.stderr
+def test_a_rank_without_any_data_keeps_the_others_company(train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=0, point="forward", step=2)])
+    training = train_on_streams(plan, counts=[12, 0, 10], ft={"min_replicas": 3})
+    check(training, plan)
+    assert training.trained_samples(2) == [all_samples(12, 0, 10)] * 2
 
 
 @pytest.mark.parametrize(

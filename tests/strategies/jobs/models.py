@@ -1,5 +1,7 @@
 """Modules and callbacks that ``train.py`` runs when its options name them: what is odd about each is in its docstring."""
 
+import json
+import os
 from typing import Any
 
 import torch
@@ -130,3 +132,58 @@ class LosesTouchInAdmission(Callback):
             return outcome
 
         Leveling.run = run_and_fail_once  # type: ignore[method-assign]
+
+
+class OneCycle(Model):
+    """In double precision, with a schedule that ends with the last step; keeps what it logged and its final weights."""
+
+    def __init__(self, batch_norm: bool, dropout: float) -> None:
+        super().__init__(batch_norm, dropout)
+        self.seen: dict[str, list[float]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets, samples = batch
+        if self.hparams["dropout"]:
+            inputs = inputs + 0.1 * torch.rand_like(inputs)
+        outputs = self.net(inputs)
+        loss = nn.functional.mse_loss(outputs, targets)
+        self.train_error(outputs, targets)
+        self.log("train_error", self.train_error, on_step=False, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("lowest", loss, on_step=True, on_epoch=True, sync_dist=True, reduce_fx="min")
+        loader = self.trainer.train_dataloader
+        if getattr(loader, "ticket", None) is not None:
+            line = json.dumps({"epoch": loader.plan.epoch, "ticket": loader.ticket, "samples": samples.tolist()})
+            with open(f"samples_{os.getpid()}.jsonl", "a") as file:
+                file.write(line + "\n")
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        values = {"batch_idx": batch_idx, "loss": self.trainer.callback_metrics["loss_step"]}
+        values |= {"rate": self.trainer.optimizers[0].param_groups[0]["lr"], "step": self.trainer.global_step}
+        for name, value in values.items():
+            self.seen.setdefault(name, []).append(float(value))
+
+    def on_train_epoch_end(self) -> None:
+        for name in ("loss_epoch", "train_error", "lowest_epoch"):
+            self.seen.setdefault(name, []).append(float(self.trainer.callback_metrics[name]))
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.seen.setdefault("validated after", []).append(self.trainer.global_step)
+
+    def on_train_end(self) -> None:
+        torch.save({"weights": self.state_dict(), "seen": self.seen}, f"end_{self.trainer.strategy.engine.slot}.pt")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, int(self.trainer.estimated_stepping_batches))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class GathersInValidation(Model):
+    """A collective in each validation step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("largest", self.all_gather(batch[0].amax()).max(), reduce_fx="max", sync_dist=True)

@@ -103,6 +103,8 @@ def make_loader(options: Options) -> Any:
         num_workers=options.workers,
         collate_fn=Collate(options),
     )
+    if kind == "stateful":
+        return StatefulBatches(loader)
     return Batches(loader) if kind == "custom" else loader
 
 
@@ -128,6 +130,26 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
+
+
+class StatefulBatches(Batches):
+    """Refuses to be read from its start in a process that came later."""
+
+    first = position = 0
+    may_start = os.environ.get("LIGHTNING_FT_INCARNATION", "0") == "0"
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.may_start, "read from its start"
+        first, self.first = self.first, 0
+        for index in range(first, len(self.batches)):
+            self.position = index + 1
+            yield self.batches[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.may_start, self.first = True, state["position"]
 
 
 class Model(LightningModule):

@@ -54,6 +54,7 @@ class Options:
     every_n_train_steps: int = 5
     val_check_interval: float | int = 1.0
     ckpt_path: str | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
 
 
 class Samples(Dataset[tuple[Tensor, Tensor, int]]):
@@ -143,6 +144,7 @@ def make_trainer(options: Options) -> Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=2,
+        **options.trainer,
     )
 
 

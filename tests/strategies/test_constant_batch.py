@@ -1,0 +1,105 @@
+"""With a constant global batch a training whose ranks die takes the steps that it would take without faults."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_ft.events.audit import audit
+from lightning_ft.strategies.extra_passes import ExtraPasses
+from lightning_ft.testing import Fault, FaultPlan
+
+OPTIONS: dict[str, Any] = {"model": "OneCycle", "precision": "64-true", "checkpoints": False}
+CONSTANT = {"global_batch": "constant"}
+
+
+def ends(training: Any) -> dict[int, dict[str, Any]]:
+    return {int(path.stem.removeprefix("end_")): torch.load(path) for path in training.directory.glob("end_*.pt")}
+
+
+def assert_trained_as(whole: dict[str, Any], end: dict[str, Any]) -> None:
+    for name, value in end["weights"].items():
+        if "running" not in name:  # those of rank 0, which is another slot after its death
+            torch.testing.assert_close(value, whole["weights"][name], rtol=1e-9, atol=1e-12, msg=name)
+    for name in ("batch_idx", "step", "rate"):
+        values = end["seen"][name]
+        assert values == pytest.approx(whole["seen"][name][-len(values) :], rel=1e-12), name
+
+
+def test_two_ranks_that_stay_away_leave_steps_schedule_and_logged_values_as_they_were(train: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=2, point="gradients_ready", step=2),
+            Fault(kind="kill", slot=0, point="forward", step=5),
+        ]
+    )
+    options = {**OPTIONS, "dropout": 0.2}  # drawn by each pass as by the replica that it stands for
+    whole = train(name="whole", ft=CONSTANT, **options)
+    training = train(plan, ft={**CONSTANT, "max_restarts": 0}, **options)
+    training.assert_went_on(plan)
+    (end,) = ends(training).values()
+    expected = ends(whole)[0]
+    assert_trained_as(expected, end)
+    assert end["seen"]["loss"] == pytest.approx(expected["seen"]["loss"])
+    for name in ("loss_epoch", "train_error", "lowest_epoch"):  # of the epoch in which nobody died
+        assert end["seen"][name][1] == pytest.approx(expected["seen"][name][1], rel=1e-6)
+    assert len(whole.of("step")) == 3 * audit(training.events).steps[-1]
+
+
+def test_windows_of_accumulation_are_whole_and_extra_passes_end_when_ranks_are_back(train: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=0, point="backward_early", step=1, occurrence=1),
+            Fault(kind="kill", slot=1, point="forward", step=4),
+            Fault(kind="kill", slot=0, point="gradients_ready", step=7, incarnation=1, rendezvous=True),
+            Fault(kind="kill", slot=2, point="gradients_ready", step=7, rendezvous=True),
+        ]
+    )
+    options = {**OPTIONS, "num_samples": 94, "accumulate": 3, "clip": 0.1, "batch_norm": True, "workers": 1, "max_epochs": 3}
+    whole = train(name="whole", ft=CONSTANT, **options)
+    training = train(plan, ft={**CONSTANT, "min_replicas": 2}, **options)
+    training.assert_went_on(plan, num_samples=94, max_epochs=3)
+    for end in ends(training).values():
+        assert_trained_as(ends(whole)[0], end)
+
+
+@pytest.mark.parametrize(
+    ("module", "optimizer", "message"),
+    [
+        (SimpleNamespace(automatic_optimization=False), torch.optim.SGD, "needs automatic optimization.*Use.*shrink"),
+        (BoringModel(), torch.optim.LBFGS, "with LBFGS.*Use.*shrink"),
+    ],
+)
+def test_what_cannot_take_further_passes_is_refused(module: Any, optimizer: Any, message: str) -> None:
+    trainer: Any = SimpleNamespace(optimizers=[optimizer(BoringModel().parameters(), lr=0.1)])
+    nothing: Any = None
+    passes = ExtraPasses(trainer, module, nothing, nothing, nothing, nothing)
+    with pytest.raises(MisconfigurationException, match=message):
+        passes.check()
+    with pytest.raises(MisconfigurationException, match="needs data that every rank can read"):
+        passes.follow([torch.zeros(2, 32)])
+
+
+def test_limits_and_intervals_in_batches_mean_what_they_mean_without_faults(train: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="backward_early", step=3),
+            Fault(kind="kill", slot=2, point="forward", step=7),
+        ]
+    )
+    trainer = {"limit_train_batches": 0.75, "reload_dataloaders_every_n_epochs": 1}
+    options = {**OPTIONS, "dropout": 0.2, "val_check_interval": 0.5, "max_steps": 13, "max_epochs": 3, "trainer": trainer}
+    whole = train(name="whole", ft=CONSTANT, **options)
+    training = train(plan, ft=CONSTANT, **options)
+    training.job.check()
+    training.assert_ranks_agree()
+    assert audit(training.events).problems(unfinished_epoch=True) == []
+    for end in ends(training).values():
+        assert_trained_as(ends(whole)[0], end)
+    expected = ends(whole)[0]["seen"]
+    assert ends(training)[0]["seen"]["loss"] == pytest.approx(expected["loss"])
+    assert ends(training)[0]["seen"]["validated after"] == expected["validated after"]
