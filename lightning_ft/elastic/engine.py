@@ -148,6 +148,9 @@ class Engine(Protocol):
     def leave(self) -> None:
         """Take no further part: what this rank does from now on, it does alone, and the others need not wait for it."""
 
+    def ask_to_stop(self, signal: int) -> None:
+        """In a handler of ``signal``: if this rank waits for the supervisor now or later, have it tell the others."""
+
     def interrupt(self, signal: int) -> NoReturn:
         """Collective with whatever the others are in or enter next: all leave it by :class:`Interrupted`.
 
@@ -243,6 +246,9 @@ class SoloEngine:
         pass
 
     def leave(self) -> None:
+        pass
+
+    def ask_to_stop(self, signal: int) -> None:
         pass
 
     def interrupt(self, signal: int) -> NoReturn:

@@ -50,6 +50,7 @@ class SupervisorLink:
         self._stop: str | None = None
         self._lost: str | None = None
         self._in_use: int | None = None
+        self._asked: int | None = None
         self.join_wanted = False
         self._thread = threading.Thread(target=self._listen, name="lightning-ft-link", daemon=True)
         self._thread.start()
@@ -91,6 +92,15 @@ class SupervisorLink:
         with self._changed:
             newest = self._generation
             return newest if newest is not None and newest["number"] > generation else None
+
+    def ask_to_stop(self, signal: int) -> None:
+        """Have the training thread tell the supervisor of ``signal`` when it waits; called in the signal's handler.
+
+        Not at once: the handler may have interrupted the sending of another message.
+        """
+        with self._changed:
+            self._asked = signal
+            self._changed.notify_all()
 
     def wait_for_slot(self, call: int) -> Assign | None:
         """Return the slot that this spare is to take, or None once the others are past ``call``."""
@@ -144,6 +154,9 @@ class SupervisorLink:
                     return found
                 if self._lost is not None:
                     raise SupervisorLostError(self._lost)
+                if self._asked is not None:
+                    signal, self._asked = self._asked, None
+                    self.send({"type": "asked", "signal": signal})
                 remaining = None if deadline is None else deadline - time.monotonic()
                 if remaining is not None and remaining <= 0:
                     raise CollectiveTimeoutError(what, timeout or 0.0)

@@ -87,18 +87,15 @@ class LocalEngine:
         self.alone = True
         self.may_regroup = self.outlives_replica = False
         self.events = events
-        self._timeout = timeout.total_seconds()
-        self._patience = self._timeout + _SUPERVISOR_SECONDS
-        self._tell_after = min(_LONGEST_UNTOLD_WAIT, (policy.timeout or self._timeout) / 4)
         host, port = environment.store_host, environment.store_port
         self._groups = groups or GlooGroups(host, port)
         self._store = connect_store(host, port, timeout)
         self.activity = Activity()
-        waits = VigilOfReplica(self._timeout, lambda: self._vigil, self._follow)
+        waits = VigilOfReplica(timeout.total_seconds(), lambda: self._vigil, self._follow)
         self._replicas = ReplicaGroups(self._groups, self.slot, self.num_slots, waits, self._lose_replica)
         self._link = SupervisorLink(environment, self._interrupt, self.activity.answer)
         self._link.send({"type": "hello", "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()})
-        self._link.send(policy.to_message())
+        self.configure(policy, timeout)
         self._group: Group | None = None
         self._generation = -1
         self._vigil = self._make_vigil(self._generation)
@@ -127,7 +124,16 @@ class LocalEngine:
                 _of_process.events.emit("start", pid=os.getpid())
             atexit.register(_of_process.close)
             os.register_at_fork(after_in_child=_of_process.disown)
+        else:
+            _of_process.configure(policy, timeout)
         return _of_process
+
+    def configure(self, policy: Policy, timeout: timedelta) -> None:
+        """Do as the strategy of the next call says."""
+        self._timeout = timeout.total_seconds()
+        self._patience = self._timeout + _SUPERVISOR_SECONDS
+        self._tell_after = min(_LONGEST_UNTOLD_WAIT, (policy.timeout or self._timeout) / 4)
+        self._link.send(policy.to_message())
 
     @property
     def replica(self) -> Replica:
@@ -393,6 +399,10 @@ class LocalEngine:
         self._link.send({"type": "retire"})
         while True:
             signal.pause()
+
+    def ask_to_stop(self, signal: int) -> None:
+        """In a handler of ``signal``: if this rank waits for the supervisor now or later, have it tell the others."""
+        self._link.ask_to_stop(signal)
 
     def interrupt(self, signal: int) -> NoReturn:
         """Collective with whatever the others are in or enter next: all leave it by :class:`Interrupted`."""

@@ -104,7 +104,7 @@ class Hello(TypedDict):
 
 
 class Options(TypedDict):
-    """What the user asked for: the fields of :class:`~lightning_ft.elastic.options.Policy`. The first one wins."""
+    """What the user asked for in the next call: the fields of :class:`~lightning_ft.elastic.options.Policy`."""
 
     type: Literal["options"]
     max_restarts: int

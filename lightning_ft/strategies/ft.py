@@ -262,8 +262,8 @@ class FTStrategy(ParallelStrategy):
         )
 
     def _start_engine(self, environment: RankEnvironment | None) -> Engine:
-        """Return the engine of this process, started at its first Trainer call."""
-        if environment is not None and isinstance(self.engine, SoloEngine):
+        """Return the engine of this process, started at its first Trainer call, for a call of this strategy's."""
+        if environment is not None:
             self.engine = engine = LocalEngine.of_process(environment, self._policy, self._timeout)
             self.events = engine.events
             self.collectives = Collectives(engine)

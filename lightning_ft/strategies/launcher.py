@@ -110,6 +110,8 @@ class ElasticLauncher(_Launcher):
         preemption.agreed |= interrupted or preemption.ask_all("after the call")
         if preemption.agreed:
             raise stopped()
+        if exit_of_tuner is None:
+            preemption.forget()
         if exit_of_tuner is not None:
             raise exit_of_tuner
         return result

@@ -59,6 +59,7 @@ class Preemption:
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         self._signal = self._signal or signum
+        self._engine.ask_to_stop(signum)
 
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
         self._signal, self._requeue = self._signal or signum, True
@@ -101,6 +102,12 @@ class Preemption:
         if any(row[0] for row in rows) and self._engine.rank == 0:
             slurm.requeue()
 
+    def forget(self) -> None:
+        """Remove the checkpoint of an earlier run that was asked to stop: this one went past it, to its own end."""
+        if self._trainer.state.fn == TrainerFn.FITTING and self._engine.rank == 0:
+            for path in self._last_paths():
+                self._trainer.strategy.remove_checkpoint(path)
+
     def _save(self) -> None:
         trainer = self._trainer
         paths = self._paths()
@@ -117,18 +124,24 @@ class Preemption:
     def _paths(self) -> list[str]:
         """The files that a next run looks for: by itself under SLURM, and with ``ckpt_path="last"``."""
         trainer = self._trainer
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return []
-        paths = []
+        paths = self._last_paths()
         environment = trainer._accelerator_connector.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
-            paths.append(slurm.checkpoint_path(trainer))
-        for callback in self._checkpoint_callbacks()[:1]:
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and not self._is_dry:
+            paths.insert(0, slurm.checkpoint_path(trainer))
+        return paths
+
+    def _last_paths(self) -> list[str]:
+        paths = []
+        for callback in self._checkpoint_callbacks()[: 0 if self._is_dry else 1]:
             assert callback.dirpath is not None
             # One name, so that a job that is preempted again and again leaves one file.
             name = f"{callback.CHECKPOINT_NAME_LAST}-preempted{callback.FILE_EXTENSION}"
             paths.append(os.path.join(callback.dirpath, name))
         return paths
+
+    @property
+    def _is_dry(self) -> bool:
+        return bool(self._trainer.fast_dev_run)  # type: ignore[attr-defined]
 
     def _checkpoint_callbacks(self) -> list[ModelCheckpoint]:
         return [callback for callback in self._trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]

@@ -97,9 +97,8 @@ class Membership:
             return
         rank.sight.note(message, now)
         match message["type"]:
-            case "options" if not self._policy_is_known:
-                self._policy_is_known = True
-                self.policy = Policy.from_message(message)
+            case "options":
+                self._on_options(rank, Policy.from_message(message))
             case "begin":
                 self._on_begin(rank, message)
             case "end":
@@ -205,6 +204,11 @@ class Membership:
         return min((time for time in times if time is not None), default=None)
 
     # Changes of what is known.
+
+    def _on_options(self, rank: Rank, policy: Policy) -> None:
+        rank.policy = policy
+        if not self._policy_is_known:  # of the first call; that of a later one holds when it starts
+            self.policy, self._policy_is_known = policy, True
 
     def _on_begin(self, rank: Rank, message: Begin) -> None:
         self._end_call(rank)  # if its last words about it were an exception that the user caught
@@ -412,6 +416,7 @@ class Membership:
             self._abort(1, f"Ranks stand at different Trainer calls: {places}. Each must make the same ones.", now)
             return
         ((self._call, self._fn),) = calls
+        self.policy = next((rank.policy for rank in candidates if rank.policy is not None), self.policy)
         for rank in self._roster.ranks.values():
             if rank.phase in (Phase.JOINING, Phase.WAITING):
                 self._roster.kill(rank, _WENT_ON)

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import FromSupervisor, Raised
 from lightning_ft.supervision.actions import Action, Record, Send, Signal
 from lightning_ft.supervision.hangs import Sight
@@ -31,6 +32,7 @@ class Rank:
     pid: int
     phase: Phase = Phase.STARTING
     veteran: bool = False  # was a member: holds the job's state
+    policy: Policy | None = None  # of the call before which it stands, or that it is in
     standing_at: tuple[int, str] = (-1, "")
     raised: Raised | None = None
     raised_at: float | None = None

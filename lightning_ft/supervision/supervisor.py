@@ -117,6 +117,7 @@ class Supervisor:
 
     def _wait(self) -> None:
         """Return when something happened and was taken note of."""
+        self._output.prefix = self._membership.policy.prefix_output
         if self._membership.members:
             self._output.lead(self._membership.members[0])
         if self._writer.is_full():
@@ -291,8 +292,6 @@ class Supervisor:
         if message["type"] == "log":
             self._events.open(message["directory"])
         self._membership.message(process.slot, process.incarnation, message, time.monotonic())
-        if message["type"] == "options":
-            self._output.prefix = self._membership.policy.prefix_output
 
     def _on_message_of_spare(self, spare: int, message: FromRank) -> None:
         if message["type"] == "park":

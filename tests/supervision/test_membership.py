@@ -676,13 +676,21 @@ def test_no_respawns_are_made_when_they_are_not_wanted() -> None:
     assert (job.members, job.live) == ([0], {0: 0})
 
 
-def test_first_options_win() -> None:
+def test_first_options_hold_until_a_call_starts_and_then_those_of_the_call() -> None:
     job = Job(2)
-    fields = Policy(max_restarts=0).to_message()
-    job.say(0, "options", **{name: value for name, value in fields.items() if name != "type"})
-    fields = Policy(max_restarts=9).to_message()
-    job.say(1, "options", **{name: value for name, value in fields.items() if name != "type"})
-    assert job.membership.policy == Policy(max_restarts=0)
+
+    def ask(slot: int, max_restarts: int) -> int:
+        fields = Policy(max_restarts=max_restarts).to_message()
+        job.say(slot, "options", **{name: value for name, value in fields.items() if name != "type"})
+        return job.membership.policy.max_restarts
+
+    assert (ask(0, 0), ask(1, 9)) == (0, 0)
+    job.train()
+    assert job.membership.policy.max_restarts == 0
+    job.end(0, 1)
+    assert (ask(1, 5), ask(0, 5)) == (0, 0)
+    job.begin(0, 1, call=1)
+    assert job.membership.policy.max_restarts == 5
 
 
 # Rule 8: exceptions.

@@ -131,8 +131,10 @@ def with_descendants(pid: int) -> list[int]:
 
 def main(options: Options) -> None:
     if options.second_life and os.environ["LIGHTNING_FT_INCARNATION"] == "1":
-        os.kill(os.getppid(), getattr(signal, options.second_life))
+        pid = os.getppid() if options.to == "supervisor" else int(Path("pid_1").read_text())
+        os.kill(pid, getattr(signal, options.second_life))
         signal.pause()  # until it is passed on
+    Path(f"pid_{SLOT}").write_text(str(os.getpid()))
     seed_everything(7, verbose=False)
     if options.handler:
 
