@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("!Q")
 _TIMEOUT = 60.0  # far above the time of a fork; only a zygote that is stopped or broken takes longer
+_IMPORT_TIMEOUT = 600.0  # from a slow disk, on a loaded machine
 
 
 class Zygote:
@@ -37,11 +38,12 @@ class Zygote:
     Args:
         sock: The connection to the server.
         pid: The server's process.
+        timeout: Seconds to wait for its answers.
 
     """
 
-    def __init__(self, sock: socket.socket, pid: int) -> None:
-        sock.settimeout(_TIMEOUT)
+    def __init__(self, sock: socket.socket, pid: int, timeout: float = _TIMEOUT) -> None:
+        sock.settimeout(timeout)
         self._socket = sock
         self._process: subprocess.Popen[bytes] | None = None
         self.pid = pid
@@ -89,7 +91,7 @@ class Zygote:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
             )
-        zygote = cls(here, process.pid)
+        zygote = cls(here, process.pid, _IMPORT_TIMEOUT)
         zygote._process = process
         return zygote
 
