@@ -16,9 +16,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/python examples/char_gpt.py
 
-# Two at a time: each test of a job keeps about one core busy. Tests that share a run stay together (`xdist_group`).
+# Two at a time: each test of a job keeps about one core busy. Those of a file stay together: some share a run.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

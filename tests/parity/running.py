@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from recording import digest_elsewhere
 from row import Row
-from rows import TABLE
 
 from lightning_ft.testing import FaultPlan, JobResult, run_job, run_without_supervisor
 
 JOB = Path(__file__).parent / "job.py"
 OWN_FILES = ("record_", "started_", "samples_", "faults_")
 _PER_JOB = 12
-JOB_OF_ROW = {row.name: number // _PER_JOB for number, row in enumerate(TABLE)}
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,9 @@ class Batches:
 
     def outcome(self, name: str, strategy: str) -> Outcome:
         while (name, strategy) not in self._outcomes:
-            together = [other for other in self._names if JOB_OF_ROW[other] == JOB_OF_ROW[name]]
-            self._run([other for other in together if (other, strategy) not in self._outcomes], strategy)
+            first = self._names.index(name)
+            names = [n for n in self._names[first:] if (n, strategy) not in self._outcomes][:_PER_JOB]
+            self._run(names, strategy)
         return self._outcomes[name, strategy]
 
     def _run(self, names: list[str], strategy: str) -> None:

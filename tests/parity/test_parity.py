@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from row import Row
 from rows import TABLE
-from running import JOB_OF_ROW, Batches, Outcome, read, start_with_a_death
+from running import Batches, Outcome, read, start_with_a_death
 
 from lightning_ft.events.log import Events
 from lightning_ft.testing import (
@@ -27,9 +27,7 @@ SHARDED = (
     *("lbfgs",),
 )
 
-EVERY_ROW = pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=pytest.mark.xdist_group(f"job {JOB_OF_ROW[row.name]}")) for row in TABLE]
-)
+EVERY_ROW = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE])
 WITH_A_DEATH = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in TABLE if row.kill is not False])
 
 

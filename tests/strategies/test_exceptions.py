@@ -123,21 +123,16 @@ def assert_went_on(run: Run, places: dict[int, list[str]]) -> None:
     assert_every_ticket_once(run.job.events)
 
 
-SHARES_A_RUN = pytest.mark.xdist_group("exceptions in hooks")
-
-
 @pytest.fixture(scope="module")
 def hooks(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("hooks")
     return run(directory, 500.0, devices=4, places=PLACES, ft={"min_replicas": 4, "max_restarts": 20})
 
 
-@SHARES_A_RUN
 def test_a_training_outlives_exceptions_in_any_hook_of_single_ranks(hooks: Run) -> None:
     assert_went_on(hooks, PLACES)
 
 
-@SHARES_A_RUN
 @pytest.mark.parametrize(
     ("slot", "incarnation", "place"),
     [(slot, n, place) for slot, places in PLACES.items() for n, place in enumerate(places)],
