@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_ft.data.random_state import random_state, set_random_state
 from lightning_ft.data.resumable import ResumableLoader
+from lightning_ft.data.sampler_state import sampler_loader, sampler_state
 from lightning_ft.loops import logged_results
 from lightning_ft.loops.metrics import load_metric_states, metric_states
 from lightning_ft.loops.moments import FitMoments, Moment, enter_epoch, enter_fit, finish_batch
@@ -32,6 +33,15 @@ class LoaderPosition(Callback):
     that were accumulated and not applied. A fit from such a checkpoint continues with the same batches in the same order,
     the same random numbers, logged values, learning rates and weights; a validation is neither left out nor run twice.
 
+    Args:
+        on_world_size_change: What happens if a checkpoint from the middle of an epoch is resumed on another number of ranks.
+            Under FTStrategy, batches of a map-style dataset that are left are dealt to the ranks that there are. Anything
+            else is a stream of each rank: ``"error"`` refuses it, ``"restart_epoch"`` trains that epoch from its
+            beginning, with the weights of the checkpoint.
+
+    Raises:
+        ValueError: If ``on_world_size_change`` is neither of the two.
+
     Example::
 
         trainer = Trainer(callbacks=[LoaderPosition(), ModelCheckpoint(every_n_train_steps=100)])
@@ -39,7 +49,13 @@ class LoaderPosition(Callback):
 
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_world_size_change: Literal["error", "restart_epoch"] = "error") -> None:
+        if on_world_size_change not in ("error", "restart_epoch"):
+            raise ValueError(
+                f"`LoaderPosition(on_world_size_change={on_world_size_change!r})` is not valid: expected "
+                '"error" or "restart_epoch".'
+            )
+        self.on_world_size_change = on_world_size_change
         self._moments: FitMoments | None = None
         self._loaders: list[ResumableLoader] = []
         self._resume: dict[str, Any] | None = None
@@ -90,30 +106,38 @@ class LoaderPosition(Callback):
         """Collective. Add what each rank needs to continue from here."""
         if self._moments is None:
             return
-        moment = self._moments.now(gives_up_windows=self._gives_up_windows)
+        moment = self._moments.now(gives_up_windows=_keeps_positions(trainer))
         section = self._section(trainer, pl_module, moment)
         section["datamodule"] = checkpoint.get(_name_of_data(trainer))
-        checkpoint["callbacks"][self.state_key] = {
-            "version": _VERSION,
-            "world_size": trainer.world_size,
-            "moment": moment,
-            "ranks": _gather(trainer, section),
-        }
+        ranks = _gather(trainer, section)
+        if ranks is not None:
+            checkpoint["callbacks"][self.state_key] = {
+                "version": _VERSION,
+                "world_size": trainer.world_size,
+                "moment": moment,
+                # Of its own: under FTStrategy, the counters of a job that was asked to stop are written for Lightning.
+                "loops": deepcopy(checkpoint["loops"]["fit_loop"]),
+                "ranks": ranks,
+            }
 
     @override
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn != TrainerFn.FITTING or not state:
             return
-        if state["world_size"] != trainer.world_size and state["moment"]["within_epoch"]:
-            raise MisconfigurationException(
-                f"The checkpoint was taken in the middle of an epoch on {state['world_size']} ranks, but there are"
-                f" {trainer.world_size} now. Resume on as many, or from the end of an epoch."
-            )
+        self._loops, moment = state["loops"], state["moment"]
         section = _own_section(state, trainer.global_rank)
-        self._loops = deepcopy(checkpoint["loops"]["fit_loop"])
+        if state["world_size"] != trainer.world_size and moment["within_epoch"] and not _can_be_dealt(section):
+            if self.on_world_size_change == "error":
+                raise MisconfigurationException(
+                    f"The checkpoint was taken in the middle of an epoch on {state['world_size']} ranks, but there are"
+                    f" {trainer.world_size} now, and what each of them had left of its data is known to itself only. Resume"
+                    ' on as many, from the end of an epoch, or with `LoaderPosition(on_world_size_change="restart_epoch")`.'
+                )
+            moment = {"within_epoch": False, "epochs": moment["epochs"]}
+            section["loaders"] = {}
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # those of rank 0, and read ahead
-        self._resume = {"moment": state["moment"], **section}
+        self._resume = {"moment": moment, **section}
         for loader in self._loaders:
             loader.deferred = True
 
@@ -157,6 +181,8 @@ class LoaderPosition(Callback):
     def _positions(self, trainer: Trainer, moment: Moment) -> dict[str, Any]:
         combined = trainer.fit_loop._combined_loader
         iterator = None if combined is None else combined._iterator
+        if combined is not None and _keeps_positions(trainer):
+            return {"kept": combined._state_dicts(), "samplers": list(map(sampler_state, combined.flattened))}
         if not self._loaders or combined is None or iterator is None:
             return {}
         num_ahead = iterator._idx - moment["trained"] if moment["within_epoch"] else 0
@@ -164,10 +190,6 @@ class LoaderPosition(Callback):
             "positions": [loader.position(num_ahead, between_epochs=not moment["within_epoch"]) for loader in self._loaders],
             "consumed": list(getattr(iterator, "_consumed", [])),
         }
-
-    @property
-    def _gives_up_windows(self) -> bool:
-        return False
 
     # Resuming.
 
@@ -242,6 +264,15 @@ class LoaderPosition(Callback):
         for loader in self._loaders:
             loader.deferred = False
         if not saved:
+            iter(data_fetcher)
+            return
+        if ("kept" in saved) != _keeps_positions(trainer):
+            raise MisconfigurationException(
+                "The checkpoint was taken in the middle of an epoch under another kind of strategy. Resume with the"
+                " strategy that it was made with, or from the end of an epoch."
+            )
+        if "kept" in saved:
+            _load_kept(trainer, data_fetcher, saved, resume["moment"])
             return
         if len(saved["positions"]) != len(self._loaders):
             raise MisconfigurationException(
@@ -278,16 +309,48 @@ def _own_section(state: dict[str, Any], rank: int) -> dict[str, Any]:
     if rank in ranks:
         return dict(ranks[rank])
     # Written by one rank alone, as an exception ended it: the others were as far, and drew as many random numbers.
-    return dict(next(iter(ranks.values())))
+    section = dict(next(iter(ranks.values())))
+    if rank >= state["world_size"]:  # there was no such rank, so nothing was logged in it
+        section |= {"metrics": {}, "results": [{**result, "values": {}} for result in section.get("results", [])]}
+    return section
 
 
-def _gather(trainer: Trainer, section: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Collective. Return the sections of all ranks in rank 0, elsewhere this rank's own."""
+def _can_be_dealt(section: dict[str, Any]) -> bool:
+    """Whether any number of ranks can share what is left: batches that all of them can read."""
+    kept = section["loaders"].get("kept", [])
+    return bool(kept) and all("num_slots" in loader for loader in kept)
+
+
+def _keeps_positions(trainer: Trainer) -> bool:
+    """Whether the strategy deals the training data, and its loaders know what is left."""
+    combined = trainer.fit_loop._combined_loader
+    return combined is not None and all(getattr(loader, "keeps_position", False) for loader in combined.flattened)
+
+
+def _load_kept(trainer: Trainer, data_fetcher: Any, saved: dict[str, Any], moment: Moment) -> None:
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    for loader, states in zip(combined.flattened, saved["samplers"], strict=True):
+        sampler_loader(loader, states)()
+    if moment["within_epoch"]:
+        combined._load_state_dicts(saved["kept"])
+    iter(data_fetcher)
+    remaining = getattr(combined.flattened[0], "remaining_steps", None)
+    if moment["within_epoch"] and trainer.fit_loop.max_batches != float("inf") and remaining is not None:
+        trainer.fit_loop.max_batches = moment["trained"] + remaining
+
+
+def _gather(trainer: Trainer, section: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
+    """Collective. Return the sections of all ranks in rank 0, elsewhere this rank's own; None where none is asked for."""
     rank, size = trainer.global_rank, trainer.world_size
     # After an exception the other ranks may be anywhere: whoever waited for them might wait forever.
     is_alone = trainer.interrupted and not isinstance(sys.exc_info()[1], SIGTERMException)
     if size == 1 or is_alone:
         return {rank: section}
+    gather_elastically = getattr(trainer.strategy, "gather_objects", None)
+    if gather_elastically is not None:
+        gathered = gather_elastically(section)
+        return None if gathered is None else dict(enumerate(gathered))
     rows: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(section, rows, dst=0)
     return {rank: section} if rows is None else dict(enumerate(rows))

@@ -44,6 +44,8 @@ class ElasticLoader:
 
     """
 
+    keeps_position = True
+
     def __init__(
         self,
         source: DataLoader[Any],
@@ -68,11 +70,12 @@ class ElasticLoader:
         if self._batched_by_user:
             self.sampler = getattr(source.batch_sampler, "sampler", source.sampler)
         self._order: Order | None = None
+        self._limit = limit
+        self._made_for = num_slots
+        """Of how many slots the tickets of this epoch are; not of its own, after a resumption on another number."""
+        self._plan_type = RowPlan if whole_rows else TicketPlan
         self.plan: TicketPlan | RowPlan = TicketPlan(0, num_slots)
-        num_tickets = self._count_tickets()
-        self._length = -(-num_tickets // num_slots)
-        allowed = int(self._length * limit) if isinstance(limit, float) else limit
-        self.plan = (RowPlan if whole_rows else TicketPlan)(min(num_tickets, allowed * num_slots), num_slots)
+        self._length = self._make_tickets()
         self.live: tuple[int, ...] = tuple(range(num_slots))
         self.ticket: int | None = None
         self.has_own_batch = True
@@ -94,6 +97,9 @@ class ElasticLoader:
             self._resumed = False
         else:
             self._order = None
+            if self._made_for != self._num_slots:
+                self._made_for = self._num_slots
+                self._make_tickets()
             self.plan.begin_epoch(self._current_epoch())
         self._batches = None
         if not self.deferred:
@@ -144,10 +150,16 @@ class ElasticLoader:
     def state_dict(self) -> dict[str, Any]:
         """The position in the epoch, the same on every rank."""
         order = None if self._order is None or self._is_function_of_epoch else self._pack(self._order)
-        return {"plan": self.plan.state_dict(), "order": order}
+        return {"plan": self.plan.state_dict(), "order": order, "num_slots": self._made_for}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another loader was; steps that were not committed are open again."""
+        """Continue where another loader was; steps that were not committed are open again.
+
+        That loader may have been one of another number of slots: what it left open of the epoch is dealt out among these.
+        """
+        if state["num_slots"] != self._made_for:
+            self._made_for = state["num_slots"]
+            self._make_tickets()
         self.plan.load_state_dict(state["plan"])
         for slot in list(self.plan.in_flight):
             self.plan.remove(slot)
@@ -185,6 +197,14 @@ class ElasticLoader:
     def _is_function_of_epoch(self) -> bool:
         return type(self.sampler) is DistributedSampler and not self._batched_by_user
 
+    def _make_tickets(self) -> int:
+        """Begin a plan of all tickets of an epoch; return how many batches each slot has."""
+        num_tickets = self._count_tickets()
+        length = -(-num_tickets // self._made_for)
+        allowed = int(length * self._limit) if isinstance(self._limit, float) else self._limit
+        self.plan = self._plan_type(min(num_tickets, allowed * self._made_for), self._num_slots)
+        return length
+
     def _count_tickets(self) -> int:
         if self._batched_by_user:
             batch_sampler: Any = self._source.batch_sampler
@@ -193,10 +213,10 @@ class ElasticLoader:
             return self._num_batches_by_user
         num_samples = full_length(self.sampler)
         size = self.batch_size or 1
-        counts = [len(range(slot, num_samples, self._num_slots)) for slot in range(self._num_slots)]
+        counts = [len(range(slot, num_samples, self._made_for)) for slot in range(self._made_for)]
         if self._source.drop_last:
             return sum(count // size for count in counts)
-        return sum(-(-count // size) for count in counts) - self._num_slots + self._num_last(num_samples)
+        return sum(-(-count // size) for count in counts) - self._made_for + self._num_last(num_samples)
 
     def _num_last(self, num_samples: int) -> int:
         """How many slots share the last incomplete row of batches.
@@ -204,9 +224,9 @@ class ElasticLoader:
         Usually all. But where ``DistributedSampler`` would repeat samples so that all have two, no slot is left with one:
         some models cannot train on that (BatchNorm).
         """
-        rest = num_samples % (self._num_slots * (self.batch_size or 1))
-        is_thin = (self.batch_size or 1) > 1 and self._num_slots < rest < 2 * self._num_slots
-        return rest // 2 if is_thin else self._num_slots
+        rest = num_samples % (self._made_for * (self.batch_size or 1))
+        is_thin = (self.batch_size or 1) > 1 and self._made_for < rest < 2 * self._made_for
+        return rest // 2 if is_thin else self._made_for
 
     def _epoch_order(self) -> Order:
         if self._order is None:
@@ -231,9 +251,9 @@ class ElasticLoader:
             return [evaluate()]
         self.sampler.set_epoch(self.plan.epoch)
         state, results = random_state(), []
-        for replica in range(self._num_slots):
-            is_last = replica == self._num_slots - 1
-            with as_replica(self.sampler, replica, self._num_slots), under_random_state(None if is_last else state):
+        for replica in range(self._made_for):
+            is_last = replica == self._made_for - 1
+            with as_replica(self.sampler, replica, self._made_for), under_random_state(None if is_last else state):
                 results.append(evaluate())
         return results
 
@@ -264,11 +284,11 @@ class ElasticLoader:
         order = self._epoch_order()
         if self._batched_by_user:
             return order[ticket]
-        index, slot = divmod(ticket, self._num_slots)
+        index, slot = divmod(ticket, self._made_for)
         if self.batch_size is None:
-            return order[slot + self._num_slots * index]
-        stride = self._num_slots * self.batch_size
-        in_row = self._num_slots if index < len(order) // stride else self._num_last(len(order))
+            return order[slot + self._made_for * index]
+        stride = self._made_for * self.batch_size
+        in_row = self._made_for if index < len(order) // stride else self._num_last(len(order))
         return order[slot + stride * index : stride * (index + 1) : in_row]
 
     def _open_round(self, taken: list[int]) -> None:

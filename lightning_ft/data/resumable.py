@@ -1,12 +1,13 @@
 """A training loader whose position can be saved after any batch, and taken up again by another process."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_ft.data.position import skip_trained
 from lightning_ft.data.random_state import random_state, set_random_state
 from lightning_ft.data.sampler_state import sampler_loader, sampler_state
 from lightning_ft.data.skipping import skipped
@@ -18,8 +19,9 @@ class ResumableLoader:
     """The user's loader, with a position.
 
     How it is taken up again depends on the loader. Of a ``DataLoader`` over a map-style dataset, the order is drawn again
-    from the random numbers that it was drawn from, and cut. A loader with ``state_dict`` and ``load_state_dict`` gets
-    its own state. Any other iterable is read again, under the same random numbers, up to where it was.
+    from the random numbers that it was drawn from, and cut. A loader with ``state_dict`` and ``load_state_dict`` gets its
+    own state. One with ``epoch_batches(epoch)`` is asked for the epoch's batches, and those are cut. Any other iterable is
+    read again, under the same random numbers, up to where it was.
 
     Args:
         source: Any iterable; its attributes are readable here too.
@@ -36,6 +38,7 @@ class ResumableLoader:
         self._current_epoch = current_epoch
         self._batches: Iterator[Any] | None = None
         self._is_stateful = _keeps_state(source)
+        self._is_corpus = not self._is_stateful and callable(getattr(source, "epoch_batches", None))
         self._is_sampled = not self._is_stateful and _is_map_style(source)
         self._iterations = 0
         self._taken = 0
@@ -63,7 +66,7 @@ class ResumableLoader:
         self._taken = 0
         if resume is None:
             self._opened = {"random": random_state(), "samplers": sampler_state(self.source)}
-            self._batches = iter(self.source)
+            self._batches = iter(self._batches_of_epoch())
         else:
             self._batches = self._iterate_from(resume)
         self._iterations += 1
@@ -134,6 +137,10 @@ class ResumableLoader:
             )
         self._resume = position
 
+    def _batches_of_epoch(self) -> Iterable[Any]:
+        batches: Iterable[Any] = self.source.epoch_batches(self._current_epoch()) if self._is_corpus else self.source
+        return batches
+
     @property
     def _kind(self) -> str:
         return "stateful" if self._is_stateful else "map-style" if self._is_sampled else "replayed"
@@ -149,6 +156,8 @@ class ResumableLoader:
             self._opened = {"random": random_state(), "samplers": sampler_state(self.source)}
         if self._is_stateful:
             return self._iterate_from_state(position)
+        if self._is_corpus:
+            return skip_trained(self._batches_of_epoch(), self._taken)
         if is_within:
             set_random_state(position["random"])
         if self._is_sampled:

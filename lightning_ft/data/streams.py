@@ -68,6 +68,8 @@ class StreamLoader:
 
     """
 
+    keeps_position = True
+
     def __init__(
         self,
         source: Iterable[Any],

@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import RestartStage as ValidationStage
 from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
@@ -54,6 +55,7 @@ class FitMoments:
 
         def run_validation() -> Any:
             self._has_validated = False
+            vars(epoch_loop).pop("_should_check_val_fx", None)
             if not self._trainer.sanity_checking:
                 self.on_validation()
             return validate()
@@ -169,13 +171,14 @@ def _level(progress: dict[str, Any]) -> None:
 
 
 def finish_batch(trainer: Trainer, data_fetcher: Any, tail: str) -> None:
-    """Do what was left to do after the last batch."""
+    """Have the epoch loop do what was left to do after the last batch, before it trains another one."""
     epoch_loop: Any = trainer.fit_loop.epoch_loop
-    if tail == "after validation":
-        epoch_loop._skip_next_val = True
-    elif tail == "validation":  # due, even if what it depended on was a clock
-        epoch_loop._should_check_val_fx = lambda fetcher: True
-    try:
+    if tail == "after validation" or not (tail == "validation" or epoch_loop._should_check_val_fx(data_fetcher)):
+        epoch_loop._skip_next_val = tail == "after validation"
         epoch_loop.on_advance_end(data_fetcher)
-    finally:
-        vars(epoch_loop).pop("_should_check_val_fx", None)
+        return
+    # Lightning goes back to a validation that was broken off, in place of the next batch.
+    epoch_loop._restarting = True
+    epoch_loop.val_loop._restart_stage = ValidationStage.RESTARTED_MID_EVALUATION
+    if tail == "validation":  # due, even if what it depended on was a clock
+        epoch_loop._should_check_val_fx = lambda fetcher: True

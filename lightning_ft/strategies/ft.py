@@ -1,6 +1,7 @@
 """FTStrategy: Lightning's Strategy contract on an elastic engine, a few lines a method."""
 
 import os
+import pickle
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -584,6 +585,16 @@ class FTStrategy(ParallelStrategy):
         if sync_grads:
             return gather_with_gradients(tensor, self.collectives)
         return torch.stack(self.collectives.all_gather(tensor))
+
+    def gather_objects(self, obj: Any) -> list[Any] | None:
+        """Collective. Return the objects of all live ranks, by rank.
+
+        None while a checkpoint is made for a rank that joins: that rank gets its state from this one alone.
+        """
+        if self._live is not None and self._live.is_handing_out:
+            return None
+        packed = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        return [pickle.loads(row.numpy().tobytes()) for row in self.collectives.all_gather_ragged(packed)]
 
     # Checkpoints.
 

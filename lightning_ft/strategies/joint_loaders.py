@@ -88,6 +88,8 @@ class JointPart:
 
     """
 
+    keeps_position = True
+
     def __init__(self, source: Any, joint: JointLoaders, index: int) -> None:
         self.source = source
         self._joint = joint

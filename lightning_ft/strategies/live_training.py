@@ -73,6 +73,8 @@ class LiveTraining:
         """Number of the batch under way in this call, the same on all ranks."""
         self.has_reduced = False
         """Whether gradients were averaged in the batch under way."""
+        self.is_handing_out = False
+        """Whether what is saved is for a rank that joins; only one rank saves it."""
         self.may_pause: Callable[[], bool] = lambda: True
         self.on_abandon: Callable[[], None] = lambda: None
         self.on_batch_end: Callable[[], None] = lambda: None
@@ -338,8 +340,13 @@ class LiveTraining:
 
     def _hand_out(self, joined: Sequence[int]) -> dict[str, Any]:
         assert self.loader is not None
+        self.is_handing_out = True
+        try:
+            training = self._collect_state()
+        finally:
+            self.is_handing_out = False
         return {
-            "training": self._collect_state(),
+            "training": training,
             "loader": self.loader.state_dict(),
             "slots": sorted({*self._slots, *joined}),
             "logger_versions": self._logger_versions,

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -10,13 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_ft.testing import run_without_supervisor
+from lightning_ft.testing import Fault, FaultPlan, run_without_supervisor
+from lightning_ft.testing import run_job as run_job_of_ranks
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*found in the checkpoint:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning"),
 ]
@@ -93,6 +98,85 @@ def test_samplers_of_the_user_continue_where_they_were(tmp_path: Path, resumed: 
     resumed.assert_resumable(tmp_path / "batches", lambda: DataLoader(data, batch_sampler=OwnBatches()), **sampler)
 
 
+class Rows(IterableDataset[torch.Tensor]):
+    """A stream without a length and without a state."""
+
+    def __iter__(self) -> Any:
+        for number in range(14):
+            yield torch.tensor([float(number), 0.5])
+
+
+class Stream:
+    """A stream without a length that knows where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < 5:
+            self.at += 1
+            yield torch.tensor([[float(self.at), 0.5], [self.at + 1.0, 0.2]])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Corpus:
+    """Makes its batches from the number of the epoch, and any of them by itself."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("not by epoch")
+        yield
+
+    def __len__(self) -> int:
+        return 5
+
+    def epoch_batches(self, epoch: int) -> Any:
+        generator = torch.Generator().manual_seed(epoch)
+        return list(torch.rand(5, 2, 2, generator=generator))
+
+
+@pytest.mark.parametrize(
+    "stream", [lambda: DataLoader(Rows(), batch_size=3), Stream, Corpus], ids=["rows", "state", "corpus"]
+)
+def test_a_stream_loses_no_batch_that_was_read_ahead(tmp_path: Path, resumed: ModuleType, stream: Any) -> None:
+    resumed.assert_resumable(tmp_path, stream, every=4)
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size"])
+def test_several_loaders_continue_side_by_side(tmp_path: Path, resumed: ModuleType, mode: Any) -> None:
+    loaders = {"long": make(resumed), "short": make(resumed, 7)}
+    resumed.assert_resumable(
+        tmp_path, lambda: CombinedLoader({name: loader() for name, loader in loaders.items()}, mode), every=5
+    )
+
+
+class OwnPosition(Callback):
+    """What users write to skip what was trained."""
+
+    def __init__(self, sampler: OwnSampler) -> None:
+        self.sampler = sampler
+
+    def on_load_checkpoint(self, *args: Any) -> None:
+        self.sampler.start = 3
+
+
+def test_what_the_user_skips_is_not_skipped_twice(tmp_path: Path, resumed: ModuleType) -> None:
+    def run(ckpt: str | None = None) -> Any:
+        sampler = OwnSampler(14)
+        loader = DataLoader(resumed.Numbers(14), batch_size=3, sampler=sampler)
+        more: Any = {"callbacks": (OwnPosition(sampler),), "num_validation": 0}
+        return resumed.fit(tmp_path, lambda: loader, hooks=("on_train_batch_end",), ckpt=ckpt, **more)
+
+    whole = run()
+    name = list(whole.taken)[6]
+    assert run(name).trace == whole.trace[whole.taken[name][0] :]
+
+
 def test_the_number_of_workers_may_change(tmp_path: Path, resumed: ModuleType) -> None:
     whole = resumed.fit(tmp_path, make(resumed), hooks=("on_train_batch_end",), num_validation=0)
     name = list(whole.taken)[6]
@@ -114,3 +198,24 @@ def run_job(directory: Path, num_ranks: int, options: dict[str, Any]) -> None:
     script = Path(__file__).parent / "jobs" / "resumed.py"
     run_without_supervisor(script, [json.dumps(options)], num_ranks=num_ranks, directory=directory, timeout=170).check()
     assert len(list(directory.glob("done_*"))) == num_ranks
+
+
+def test_under_ftstrategy_a_fit_resumes_exactly(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "jobs" / "resumed.py"
+    options = {"num_samples": 29, "strategy": "ft", "devices": 2, "every": 6}
+    run_job_of_ranks(script, [json.dumps(options)], num_slots=2, directory=tmp_path, timeout=170).check()
+    assert len(list(tmp_path.glob("done_*"))) == 2
+
+
+def test_another_number_of_ranks_trains_what_was_left_of_the_epoch(train: Callable[..., Any], tmp_path: Path) -> None:
+    options = {"num_samples": 95, "callbacks": ("Position",), "every_n_train_steps": 1}
+    plan = FaultPlan([Fault(kind="kill", slot=1, point="backward_early", step=9)])
+    first = train(plan, name="first", max_steps=11, **options)
+    first.job.check()
+    for num_slots in (2, 4):
+        path = str(tmp_path / "first" / "steps" / "step=11.ckpt")
+        second = train(name=f"on {num_slots}", devices=num_slots, ckpt_path=path, **options)
+        second.job.check()
+        assert second.trained_samples(2)[0] == Counter()
+        assert first.trained_samples(2)[1] + second.trained_samples(2)[1] == Counter(range(95))
+        second.assert_ranks_agree()

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+import lightning_ft  # noqa: F401  (registers the strategy)
 from lightning_ft.callbacks import LoaderPosition
 
 
@@ -230,7 +231,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     options = json.loads(sys.argv[1])
-    rank, devices = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ.get("RANK", os.environ.get("LIGHTNING_FT_SLOT", 0)))
+    devices = options.pop("devices", None) or int(os.environ["WORLD_SIZE"])
     loading = {"batch_size": 3, "shuffle": True, **options.pop("loading", {})}
     data = Numbers(options.pop("num_samples"), noisy="num_workers" not in loading)
     assert_resumable(Path("."), lambda: DataLoader(data, **loading), seed=3 + rank, devices=devices, **options)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from train import Model
 
+from lightning_ft.callbacks import LoaderPosition
 from lightning_ft.elastic.leveling import Leveling
 from lightning_ft.errors import GroupBrokenError
 
@@ -187,3 +188,7 @@ class GathersInValidation(Model):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.log("largest", self.all_gather(batch[0].amax()).max(), reduce_fx="max", sync_dist=True)
+
+
+class Position(LoaderPosition):
+    """Under a name that options can have."""
