@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["abandon_pass", "missing_names", "move_units", "run_as_forward", "self_test"]
+__all__ = ["abandon_pass", "leave_to_root", "missing_names", "move_units", "run_as_forward", "self_test"]
 
 _PARAM_NAMES = (
     *("_init_sharded_param", "_init_sharded_post_forward_param_metadata", "_init_extensions", "_setattr_on_modules"),
@@ -88,6 +88,17 @@ def run_as_forward(module: nn.Module, method: Callable[..., Any], args: tuple[An
     for group in _groups(module):
         group._training_state = TrainingState.FORWARD
     return state._post_forward(module, args, output)
+
+
+def leave_to_root(unit: Any) -> None:
+    """Take FSDP2's hooks off a unit that is not the root: it is gathered when it is told to be.
+
+    Its gradients are reduced, and its parameters let go, when the whole backward pass is over, and not already when that has
+    passed the unit: they may be used elsewhere.
+    """
+    state = unit._get_fsdp_state()
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
 
 
 def _forget_placements() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.nn import Module
 
 from lightning_ft.errors import GatheredParametersError
-from lightning_ft.sharding._fsdp_compat import abandon_pass, run_as_forward
+from lightning_ft.sharding._fsdp_compat import abandon_pass, leave_to_root, run_as_forward
 from lightning_ft.sharding.full_state import accept_full_state
 from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.sharding.plan import Unit
@@ -104,7 +104,10 @@ class ShardedModule:
             log.info("`%s` uses parameters of a submodule without calling it: all are gathered for each step.", name)
             abandon_pass(self.module)
             self._gathers_all = True
-            self.module.set_reshard_after_forward(False, recurse=True)
+            for unit in self._units:
+                if unit is not self.module:
+                    leave_to_root(unit)
+            self.module.register_forward_pre_hook(lambda *_: self._gather_all(), prepend=True)
             torch.set_rng_state(random_state)
             return self.call(name, *args, **kwargs)
         self._known_to_work.add(name)
@@ -118,7 +121,7 @@ class ShardedModule:
     def release(self) -> None:
         """Gather parameters for each call again."""
         for unit, flag in self._policy.items():
-            unit.set_reshard_after_forward(flag and not self._gathers_all, recurse=False)
+            unit.set_reshard_after_forward(flag, recurse=False)
         self.let_go()
 
     def let_go(self) -> None:

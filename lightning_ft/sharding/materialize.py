@@ -1,13 +1,26 @@
-"""Gives parameters that were made without storage their values, unit by unit, so that the model is never whole."""
+"""Gives tensors that were made without storage their values, module by module, so that the model is never whole."""
+
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn import Module
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
 
+from lightning_ft.sharding.full_state import take_shard
 from lightning_ft.sharding.plan import Unit
 
+MakeAlike = Callable[[Sequence[Tensor]], None]
 
-def materialize(unit: Unit, device: torch.device) -> None:
-    """Make the tensors of ``unit`` that are on the meta device, as each module's ``reset_parameters`` does.
+
+def materialize(unit: Unit, device: torch.device, make_alike: MakeAlike) -> None:
+    """Collective. Make the tensors of ``unit`` that are on the meta device, as each module's ``reset_parameters`` does.
+
+    Args:
+        unit: The unit; its parameters may be shards already.
+        device: Where to.
+        make_alike: Gives all ranks the tensors of rank 0.
 
     Raises:
         TypeError: If a module with such tensors has no ``reset_parameters``.
@@ -15,26 +28,44 @@ def materialize(unit: Unit, device: torch.device) -> None:
     """
     own = set(unit.parameters.values())
     for name, module in unit.module.named_modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in tensors):
-            continue
-        if any(tensor.is_meta and tensor not in own for tensor in module.parameters(recurse=False)):
-            continue  # of a unit inside, which is sharded already or will be
-        module.to_empty(device=device, recurse=False)
-        _reset(module, name)
-    unit.parameters.update({key: unit_parameter(unit, key) for key in unit.parameters})
+        parameters = list(module.parameters(recurse=False))
+        tensors = [*parameters, *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in tensors) and own.issuperset(parameters):
+            whole = _made(module, name, device)
+            make_alike([*whole.parameters(recurse=False), *whole.buffers(recurse=False)])
+            module.to_empty(device=device, recurse=False)
+            _copy(whole, module)
+    prefix = f"{unit.name}." if unit.name else ""
+    made = {key: unit.module.get_parameter(key.removeprefix(prefix)) for key in unit.parameters}
+    unit.parameters.update(made)
 
 
-def unit_parameter(unit: Unit, name: str) -> torch.nn.Parameter:
-    """Return the parameter that ``unit`` has under this name now."""
-    return unit.module.get_parameter(name.removeprefix(f"{unit.name}.") if unit.name else name)
-
-
-def _reset(module: Module, name: str) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
+def _made(module: Module, name: str, device: torch.device) -> Module:
+    """Return a module that has the tensors of ``module`` itself, whole and with their first values."""
+    if not hasattr(module, "reset_parameters"):
         raise TypeError(
             f"Module {name!r} ({type(module).__name__}) was made on the meta device, but has no `reset_parameters` that"
             " gives its parameters and buffers their first values. Add one, or make the module on a real device."
         )
-    reset()
+    whole = copy.copy(module)
+    whole._parameters = {
+        key: None if p is None else Parameter(torch.empty(p.shape, dtype=p.dtype, device=device), p.requires_grad)
+        for key, p in module._parameters.items()
+    }
+    whole._buffers = {
+        key: None if buffer is None else torch.empty_like(buffer, device=device) for key, buffer in module._buffers.items()
+    }
+    whole.reset_parameters()  # type: ignore[operator]
+    return whole
+
+
+@torch.no_grad()
+def _copy(whole: Module, module: Module) -> None:
+    for key, value in (*whole._parameters.items(), *whole._buffers.items()):
+        target = getattr(module, key)
+        if value is None:
+            continue
+        if isinstance(target, DTensor):
+            target.to_local().copy_(take_shard(value, target).to_local())
+        else:
+            target.copy_(value)

@@ -281,6 +281,8 @@ class FTStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         # Here, and not in `setup`: the module's own `setup` may ask for the loaders, or for their length.
+        if self._sharding is not None:  # a module may shard itself, in `configure_model`
+            self.lightning_module._device_mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
         self._live = LiveTraining(
             trainer,
             self.lightning_module,
@@ -633,7 +635,7 @@ class FTStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._steps is not None:
             self._steps.close()
-        self._steps = self.sharded = self._evaluation = None
+        self._steps = self._evaluation = None
         super().teardown()
 
     @classmethod

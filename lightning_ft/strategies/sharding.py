@@ -1,11 +1,10 @@
 """Shards the module of a Trainer call over the ranks of each replica, and what belongs to it: copies, optimizers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
@@ -14,15 +13,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_ft.sharding.apply import ShardedModule, apply_plan
 from lightning_ft.sharding.full_state import accept_full_optimizer_state
-from lightning_ft.sharding.materialize import materialize
+from lightning_ft.sharding.materialize import MakeAlike, materialize
 from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.sharding.plan import Unit, plan_units
 from lightning_ft.strategies.gradient_norms import understand_shards
 from lightning_ft.strategies.sparse_gradients import sparse_parameters
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-
-Alike = Callable[[Sequence[Tensor]], None]
 
 
 def resolve_shard_size(shard_size: int | str, num_devices: int) -> int:
@@ -55,7 +52,7 @@ class ReplicaSharding:
         self._call = f"FTStrategy(shard_size={shard_size})"
         self._options = options
 
-    def shard(self, module: LightningModule, mesh: DeviceMesh, make_alike: Alike) -> ShardedModule:
+    def shard(self, module: LightningModule, mesh: DeviceMesh, make_alike: MakeAlike) -> ShardedModule:
         """Collective. Shard ``module`` unless it is already, with the parameters and buffers of rank 0.
 
         Args:
@@ -74,7 +71,7 @@ class ReplicaSharding:
         device = torch.device(mesh.device_type)
 
         def prepare(unit: Unit) -> None:
-            materialize(unit, device)
+            materialize(unit, device, make_alike)
             plain = [p for p in unit.parameters.values() if not isinstance(p, DTensor)]
             make_alike([*plain, *(unit.module.buffers() if unit.module is module else ())])
 
