@@ -40,9 +40,12 @@ from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
 from lightning_ft.events.log import EventLog
 from lightning_ft.sharding.apply import ShardedModule
+from lightning_ft.sharding.describe import describe_units
 from lightning_ft.sharding.full_state import gather_full
 from lightning_ft.sharding.mesh import shard_mesh
 from lightning_ft.sharding.options import ShardingOptions
+from lightning_ft.sharding.plan import plan_units
+from lightning_ft.sharding.sizes import fewest_ranks, training_bytes
 from lightning_ft.sharding.warming import warm_up
 from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
@@ -222,6 +225,21 @@ class FTStrategy(ParallelStrategy):
         """Whether the training step under way counts; otherwise this rank only keeps the others company."""
         return self._live is None or self._live.has_own_batch
 
+    def describe(self, model: Module, devices: int | None = None) -> str:
+        """Return a table of the units in which ``model`` is sharded, their parameters, and the bytes that a rank holds.
+
+        Args:
+            model: A module that is not sharded yet.
+            devices: Number of ranks, if no Trainer has this strategy yet.
+
+        """
+        by_hand = not getattr(model, "automatic_optimization", True)
+        units = plan_units(model, self._sharding_options, by_hand=by_hand)
+        size = self._shard_size
+        if not isinstance(size, int):
+            size = self._resolve_shard_size(model, devices or self.num_processes)
+        return describe_units(units, size)
+
     def exclude(self, slot: int, reason: str) -> None:
         """Remove a live rank that is not to be trusted; its slot is started again as after a death.
 
@@ -239,15 +257,8 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        shard_size = resolve_shard_size(self._shard_size, self.num_processes)
-        self._policy = replace(self._policy, shard_size="all" if self._shard_size == "all" else shard_size)
-        if shard_size > 1:
-            self._sharding = ReplicaSharding(shard_size, self._sharding_options)
-            if self._constant_batch:
-                raise MisconfigurationException(
-                    f'`FTStrategy(shard_size={shard_size}, global_batch="constant")` is not supported. Use'
-                    ' `global_batch="shrink"`.'
-                )
+        if self._shard_size != "auto":
+            self._divide_into_replicas(resolve_shard_size(self._shard_size, self.num_processes))
         check_combination(
             self._policy,
             num_nodes=self.num_nodes,
@@ -262,8 +273,29 @@ class FTStrategy(ParallelStrategy):
             lambda: None if self._live is None else self._live.preemption,
         )
 
+    def _resolve_shard_size(self, model: Module, num_devices: int) -> int:
+        if self._shard_size != "auto":
+            return resolve_shard_size(self._shard_size, num_devices)
+        if self.parallel_devices is None or self.root_device.type != "cuda":
+            return 1  # host memory is shared
+        memory = torch.cuda.get_device_properties(self.root_device).total_memory
+        return fewest_ranks(training_bytes(model), memory, num_devices)
+
+    def _divide_into_replicas(self, shard_size: int) -> None:
+        self._policy = replace(self._policy, shard_size="all" if self._shard_size == "all" else shard_size)
+        if shard_size > 1:
+            self._sharding = ReplicaSharding(shard_size, self._sharding_options)
+            if self._constant_batch:
+                raise MisconfigurationException(
+                    f'`FTStrategy(shard_size={shard_size}, global_batch="constant")` is not supported. Use'
+                    ' `global_batch="shrink"`.'
+                )
+
     def _start_engine(self, environment: RankEnvironment | None) -> Engine:
         """Return the engine of this process, started at its first Trainer call, for a call of this strategy's."""
+        if self._shard_size == "auto":
+            assert self.lightning_module is not None
+            self._divide_into_replicas(self._resolve_shard_size(self.lightning_module, self.num_processes))
         if environment is not None:
             self.engine = engine = LocalEngine.of_process(environment, self._policy, self._timeout)
             self.events = engine.events
