@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
@@ -74,6 +76,18 @@ class Network(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class HandSharded(Network):
+    """The same, sharded as one would write it by hand for Lightning's ``ModelParallelStrategy``."""
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.network[2:-1]:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+
+
 class StepTimer(Callback):
     """Writes how long each batch took, in seconds, from the end of one to the end of the next.
 
@@ -127,7 +141,7 @@ class Checksums(Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", choices=["ft", "ddp"], default="ft")
+    parser.add_argument("--strategy", choices=["ft", "ddp", "model_parallel"], default="ft")
     parser.add_argument("--size", choices=list(WIDTHS), default="0.1M")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200)
@@ -155,12 +169,14 @@ def main() -> None:
     callbacks += [Checksums()] if options.stop_file and options.shard_size == "1" else []
     callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
     per_epoch = options.epoch_steps or options.steps
-    strategy: FTStrategy | str = options.strategy
+    strategy: Any = options.strategy
     if strategy == "ft":
         shard_size = options.shard_size if options.shard_size == "all" else int(options.shard_size)
         sharding = ShardingOptions(memory_snapshot_every_n_steps=options.snapshot_every)
         policy = {"max_restarts": options.max_restarts, "spares": options.spares, "timeout": options.timeout}
         strategy = FTStrategy(shard_size, sharding=sharding, **policy)
+    elif strategy == "model_parallel":
+        strategy = ModelParallelStrategy(data_parallel_size=options.devices, tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
@@ -179,7 +195,7 @@ def main() -> None:
     data = Regression(per_epoch * options.batch_size * options.devices)
     loader = DataLoader(data, batch_size=options.batch_size, shuffle=True, num_workers=options.workers)
     validation = DataLoader(Regression(8 * options.batch_size), batch_size=options.batch_size)
-    network = Network(options.size, options.work)
+    network = (HandSharded if options.strategy == "model_parallel" else Network)(options.size, options.work)
     if options.stop_file:
         slot = os.environ.get("LIGHTNING_FT_SLOT")
         network.raise_file = os.path.join(os.path.abspath(options.directory), f"raise_{slot}")
