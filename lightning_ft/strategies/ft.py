@@ -49,7 +49,7 @@ from lightning_ft.sharding.sizes import fewest_ranks, training_bytes
 from lightning_ft.sharding.warming import warm_up
 from lightning_ft.strategies import joining
 from lightning_ft.strategies.buffers import BufferSync
-from lightning_ft.strategies.checkpoint_peers import checkpoint_peers
+from lightning_ft.strategies.checkpoint_peers import checkpoint_peers, holds_whole_state
 from lightning_ft.strategies.combinations import check_combination
 from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
@@ -643,7 +643,9 @@ class FTStrategy(ParallelStrategy):
             with self.engine.activity.during("checkpoint"):
                 save_directory(self.lightning_module.trainer, checkpoint, filepath, self.checkpoint_peers())
             return
-        if self.sharded is not None:
+        if not holds_whole_state(self.engine):
+            return
+        if self._sharding is not None:  # also after the call, when `sharded` is None
             checkpoint = gather_full(checkpoint, keep=self.engine.replica.index == 0)
         written = False
         while not written:

@@ -177,6 +177,7 @@ class LiveTraining:
 
     def _go_back(self, memory: ReplicaMemory) -> None:
         """Collective. Take everything back to the newest snapshot, with the ranks that are left."""
+        rewinding.wait_for_copies(self.trainer)
         state = memory.go_back()
         assert self.loader is not None
         self._abandon_batch()

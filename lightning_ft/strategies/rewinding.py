@@ -18,6 +18,12 @@ def run_again(trainer: Trainer, run: Callable[[], Any]) -> None:
         del fit_loop.on_run_start
 
 
+def wait_for_copies(trainer: Trainer) -> None:
+    """Return once callbacks that save in the background have copied what they save: it is about to change."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        getattr(callback, "wait_for_copy", lambda: None)()
+
+
 def take_back(trainer: Trainer, state: dict[str, Any]) -> None:
     """Restore what Lightning and the user's callbacks keep; :func:`finish` does the rest at the first batch.
 

@@ -40,7 +40,8 @@ def content_of(trainer: Trainer, checkpoint: dict[str, Any], run_id: str) -> tup
         for optimizer, state in zip(trainer.optimizers, checkpoint.get("optimizer_states", ()), strict=False)
     ]
     tensors, meta = split(checkpoint, names)
-    slot = getattr(getattr(trainer.strategy, "engine", None), "slot", trainer.global_rank)
+    engine: Any = getattr(trainer.strategy, "engine", None)
+    slot = getattr(engine, "slot", trainer.global_rank)
 
     def files(seat: Seat) -> dict[str, bytes]:
         section = {"rank": seat.rank, "slot": slot, "world_size": seat.world_size, "state": own_state(checkpoint)}
@@ -52,7 +53,7 @@ def content_of(trainer: Trainer, checkpoint: dict[str, Any], run_id: str) -> tup
         epoch=trainer.current_epoch,
         run_id=run_id,
         world_size=1,
-        shard_size=getattr(trainer.strategy, "shard_size", 1),
+        shard_size=getattr(getattr(engine, "replica", None), "size", 1),
         files=(),
         parent=None if trainer.ckpt_path is None else str(trainer.ckpt_path),
     )
