@@ -11,11 +11,15 @@ from lightning_ft.strategies import changing_modules, joining, own_results
 def run_again(trainer: Trainer, run: Callable[[], Any]) -> None:
     """Run the fit loop from where it was taken back to, without the hooks that began the training."""
     fit_loop: Any = trainer.fit_loop
+    before = vars(fit_loop).get("on_run_start")  # which a callback may have put there, and will take away itself
     fit_loop.on_run_start = lambda: None
     try:
         run()
     finally:
-        del fit_loop.on_run_start
+        if before is None:
+            del fit_loop.on_run_start
+        else:
+            fit_loop.on_run_start = before
 
 
 def wait_for_copies(trainer: Trainer) -> None:
