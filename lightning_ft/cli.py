@@ -64,3 +64,7 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer, 1 or more, not {text}")
     return int(text)
+
+
+if __name__ == "__main__":
+    main()

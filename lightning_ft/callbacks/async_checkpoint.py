@@ -86,6 +86,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
         self._saves: deque[BegunSave] = deque()
         self._newest: str | None = None
         self._told = (-1, "")
+        self._is_raising = False
         self._is_last = False
         self._retry: set[Literal["last", "top_k"]] = set()
         self._seen_changes: int | None = None
@@ -158,6 +159,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._is_raising = True
         try:
             self._wait_a_little()
             super().on_exception(trainer, pl_module, exception)
@@ -165,6 +167,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
         except TimeoutError as error:  # of other ranks, perhaps, which are not there any more
             log.warning("%s", error)
         finally:
+            self._is_raising = False
             self._close()  # there is no teardown after an exception
 
     def _wait_a_little(self) -> None:
@@ -199,6 +202,15 @@ class AsyncCheckpoint(ResumableCheckpoint):
         if self.save_last and self.save_last != "link":
             self._begin(is_last=True)
         super()._save_last_checkpoint(trainer, monitor_candidates)
+
+    @override
+    def _monitor_candidates(self, trainer: Trainer) -> dict[str, Tensor]:
+        """Collective. Those of rank 0: what is logged without `sync_dist` differs by rank, and so would names."""
+        candidates = super()._monitor_candidates(trainer)
+        if self._is_raising:  # perhaps in this rank only
+            return candidates
+        values: dict[str, Tensor] = trainer.strategy.broadcast({name: value.cpu() for name, value in candidates.items()})
+        return {name: value.to(trainer.strategy.root_device) for name, value in values.items()}
 
     def _begin(self, *, is_last: bool) -> None:
         """Make room for a save, before the bookkeeping of the next one begins."""

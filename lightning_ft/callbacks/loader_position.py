@@ -125,6 +125,11 @@ class LoaderPosition(Callback):
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.state.fn != TrainerFn.FITTING or not state:
             return
+        if state.get("version") != _VERSION:
+            raise MisconfigurationException(
+                f"The checkpoint's loader position has format {state.get('version')}, expected {_VERSION}. Resume with the"
+                " lightning_ft that wrote it, or without `LoaderPosition`."
+            )
         self._loops, moment = state["loops"], state["moment"]
         section = _own_section(state, trainer.global_rank)
         if state["world_size"] != trainer.world_size and moment["within_epoch"] and not _can_be_dealt(section):

@@ -84,6 +84,7 @@ class Post:
         table: Key of its table.
         objects: Of each object where it begins in the file of tensors, and its length.
         error: What failed.
+        target: The path that the checkpoint is to have.
 
     """
 
@@ -91,6 +92,7 @@ class Post:
     table: str = ""
     objects: tuple[tuple[str, int, int], ...] = ()
     error: str | None = None
+    target: str = ""
 
     def to_bytes(self) -> bytes:
         """Return it as JSON."""
@@ -145,7 +147,7 @@ class Commit:
 
         """
         rank = self._roll.seat.rank
-        self._peers.post(self._key(rank), post.to_bytes())
+        self._peers.post(self._key(rank), replace(post, target=str(self._target)).to_bytes())
         deadline = time.monotonic() + self._timeout
         for _ in _pauses():
             verdict = self._peers.peek(self._key("verdict"))
@@ -183,6 +185,10 @@ class Commit:
         errors = [f"rank {rank} failed ({post.error})" for rank, post in sorted(self._posts.items()) if post.error]
         if errors:
             return _verdict("; ".join(errors))
+        names = {post.target: rank for rank, post in sorted(self._posts.items(), reverse=True)}
+        if len(names) > 1:
+            told = "; ".join(f"rank {rank}: {name}" for name, rank in sorted(names.items(), key=lambda item: item[1]))
+            return _verdict(f"the ranks give it different names ({told})")
         if missing & lost:  # looked for after it was known that they died
             missing = self._missing()
         if not missing:
@@ -208,6 +214,9 @@ class Commit:
         try:
             if self._roll.seat.rank > 0 and self._is_published(files):
                 return b""
+            for file in files:
+                if (size := (self._staging / file.path).stat().st_size) != file.size:
+                    return _verdict(f"{file.path} has {size} bytes where {file.size} were written")
             written = write_file(str(self._staging / METADATA), memoryview(self._metadata(posts)))
             files += (FileEntry(METADATA, written["size"], written["xxh3"]),)
             manifest = replace(self._manifest, files=files, created=time.time())

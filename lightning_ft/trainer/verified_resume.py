@@ -10,11 +10,11 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration import migrate_checkpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_ft.checkpoint.leftovers import collect, discard
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint, restore_tensors
-from lightning_ft.checkpoint.reader import DefaultGroup, check, newest_valid
+from lightning_ft.checkpoint.reader import DefaultGroup, candidates, check, newest_valid
 from lightning_ft.checkpoint.verify import read_manifest
 from lightning_ft.errors import DamagedCheckpointError
 
@@ -100,7 +100,11 @@ class VerifiedResume:
         searched = [directory for directory, auto in directories.items() if auto]
         path = newest_valid(searched, ranks) if searched else None
         if searched and path is None:
-            rank_zero_info(f"There is no checkpoint in {' or '.join(searched)}: training starts from the beginning.")
+            places = " or ".join(searched)
+            if ranks.broadcast(any(candidates(directory) for directory in searched)):
+                rank_zero_warn(f"No checkpoint in {places} is intact: training starts from the beginning.")
+            else:
+                rank_zero_info(f"There is no checkpoint in {places}: training starts from the beginning.")
         return path
 
     def _load(self, path: str | None, weights_only: bool | None) -> None:
@@ -129,7 +133,7 @@ def _newest_of(path: str, directories: Iterable[str], ranks: DefaultGroup) -> st
     """Collective. Return the newest intact checkpoint; ``path`` is the newest one, intact or not."""
     found = newest_valid({os.path.dirname(path), *directories}, ranks)
     if found is None:
-        raise DamagedCheckpointError(path, "and so is every older one beside it, as the warnings above say")
+        raise DamagedCheckpointError(path, "none beside it is intact either, as the warnings above say")
     return found
 
 

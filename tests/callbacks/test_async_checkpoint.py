@@ -93,8 +93,21 @@ def test_on_one_device_every_checkpoint_is_of_its_step_and_old_ones_go(run: Call
 
 @pytest.mark.parametrize("strategy", ["ddp", "ModelParallelStrategy", "FTStrategy"])
 def test_under_strategies_with_several_ranks_they_divide_the_writing(run: Callable[..., Saving], strategy: str) -> None:
-    saving = run(strategy=strategy, devices=2, max_epochs=1, callbacks=[{"dirpath": "saved", "every_n_train_steps": 3}])
+    savers: list[dict[str, Any]] = [{"dirpath": "saved", "every_n_train_steps": 3}]
+    if strategy != "ModelParallelStrategy":  # by a value that each rank has of its own
+        best = {
+            "filename": "{step}-{own:.5f}",
+            "monitor": "own",
+            "save_top_k": 1,
+            "save_last": True,
+            "every_n_train_steps": 2,
+        }
+        savers.append({"dirpath": "best", **best})
+    saving = run(strategy=strategy, devices=2, max_epochs=1, callbacks=savers)
     saving.job.check()
+    if len(savers) == 2:
+        saving.assert_each_is_what_was_saved("best")
+        assert len(saving.checkpoints("best")) == 2
     assert saving.checkpoints() == ["step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
     saving.assert_each_is_what_was_saved()
     manifest = Manifest.from_bytes((saving.directory / "saved" / "step=12.ckpt" / "manifest.json").read_bytes())

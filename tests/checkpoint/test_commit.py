@@ -51,12 +51,15 @@ class Save:
         peers = Mortals(self.store, rank, self.dead)
         table = Table("0.distcp", (ENTRY,), ((0, 8),)) if rank == 0 else Table(f"{rank}.distcp", (), ())
         peers.post(f"table/{rank}", table.to_bytes())
-        return Post((FileEntry(f"{rank}.distcp", 1, xxhash.xxh3_64_hexdigest(b"%d" % rank)),), f"table/{rank}")
+        files = (FileEntry(f"{rank}.distcp", 1, xxhash.xxh3_64_hexdigest(b"%d" % rank)),)
+        return Post(files, f"table/{rank}", target=str(self.target))
 
     def run(self, rank: int, post: Post, seconds: float = 60.0) -> None:
+        commit = self.commit(rank, seconds)
+
         def settle() -> None:
             try:
-                self.ended[rank] = self.commit(rank, seconds).settle(post)
+                self.ended[rank] = commit.settle(post)
             except CheckpointNotCommittedError as error:
                 self.ended[rank] = error
 
@@ -133,6 +136,27 @@ def test_who_takes_over_finds_what_was_committed_by_one_that_died_before_it_coul
     assert save.join() == {1: True, 2: False}
     assert (save.target / MANIFEST).read_bytes() == committed
     assert json.loads(committed)["step"] == 7
+
+
+def test_ranks_that_name_it_differently_make_no_checkpoint(save: Save) -> None:
+    for rank in range(3):
+        post = save.write(rank)
+        save.target = save.root / ("new.ckpt" if rank < 2 else "other.ckpt")
+        save.run(rank, post)
+    errors = save.join()
+    assert {type(error) for error in errors.values()} == {CheckpointNotCommittedError}
+    assert "different names" in str(errors[2])
+    assert "other.ckpt" in str(errors[0])
+    assert not list(save.root.iterdir())
+
+
+def test_a_file_that_is_not_there_as_it_was_written_makes_no_checkpoint(save: Save) -> None:
+    posts = [save.write(rank) for rank in range(3)]
+    (save.staging / "1.distcp").unlink()
+    for rank in range(3):
+        save.run(rank, posts[rank])
+    assert {type(error) for error in save.join().values()} == {CheckpointNotCommittedError}
+    assert not list(save.root.iterdir())
 
 
 def test_what_has_the_name_already_is_there_until_the_new_one_is(tmp_path: Path) -> None:

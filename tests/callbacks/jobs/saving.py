@@ -37,6 +37,7 @@ class Model(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss, sync_dist=True)
+        self.log("own", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
