@@ -58,10 +58,14 @@ def assert_alike(ours: Outcome, theirs: Outcome, may_differ: Mapping[str, str]) 
     assert not differences, "\n".join(differences)
 
 
-@EVERY_ROW
-def test_sharded_it_is_what_ddp_does(row: Row, batches: Batches, pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.getoption("--shard-size", default=0) and row.name not in SHARDED:
-        pytest.skip("`--shard-size 2` runs all rows")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_sharded_it_is_what_ddp_does:
+        everything = metafunc.config.getoption("--shard-size", default=0)
+        rows = [row for row in TABLE if everything or row.name in SHARDED]
+        metafunc.parametrize("row", rows, ids=[row.name for row in rows])
+
+
+def test_sharded_it_is_what_ddp_does(row: Row, batches: Batches) -> None:
     theirs, ours = batches.outcome(row.name, "ddp"), batches.outcome(row.name, "sharded")
     if isinstance(row.sharded, str):
         assert row.sharded in ours.error
