@@ -228,5 +228,5 @@ def test_plugins_that_contradict_the_strategy_are_refused() -> None:
     assert trainer(LightningEnvironment()).num_devices == 2
     with pytest.raises(MisconfigurationException, match=r"plugins=\[KubeflowEnvironment\(\)\].*starts its own ranks"):
         trainer(KubeflowEnvironment())
-    with pytest.raises(MisconfigurationException, match=r"FSDPPrecision.*does not shard"):
+    with pytest.raises(MisconfigurationException, match=r"FSDPPrecision.*belongs to another strategy"):
         trainer(FSDPPrecision("bf16-mixed"))
