@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -113,6 +114,11 @@ class ReplicaSharding:
             raise MisconfigurationException(
                 f"`{self._call}`: {_names(scalars)} can't be sharded, being of no dimension. Make each a tensor of one"
                 " element, `torch.nn.Parameter(value.reshape(1))`, or use `FTStrategy(shard_size=1)`."
+            )
+        if any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks):  # type: ignore[attr-defined]
+            raise MisconfigurationException(
+                f"`{self._call}` with `ModelPruning`, whose masks are for whole parameters: shards can't be pruned. Use"
+                " `FTStrategy(shard_size=1)`."
             )
         if sparse_parameters(module):
             raise MisconfigurationException(

@@ -61,7 +61,7 @@ def test_windows_of_accumulation_are_whole_and_extra_passes_end_when_ranks_are_b
     )
     options = {**OPTIONS, "num_samples": 94, "accumulate": 3, "clip": 0.1, "batch_norm": True, "workers": 1, "max_epochs": 3}
     whole = train(name="whole", ft=CONSTANT, **options)
-    training = train(plan, ft={**CONSTANT, "min_replicas": 2}, **options)
+    training = train(plan, ft={**CONSTANT, "min_replicas": 3}, **options)
     training.assert_went_on(plan, num_samples=94, max_epochs=3)
     for end in ends(training).values():
         assert_trained_as(ends(whole)[0], end)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from row import Net, Row, Run, train_loader, val_loader
+from row import CLIPPED, Net, Row, Run, train_loader, val_loader
 from torch import Tensor
 from torch.optim import SGD, lr_scheduler
 
@@ -173,7 +173,7 @@ def with_data_module(run: Run) -> Any:
 
 
 ROWS = [
-    Row("own steps", OwnSteps),
+    Row("own steps", OwnSteps, sharded=CLIPPED),  # it logs the norm
     Row("own transfer", OwnTransfer),
     Row("begin and end of epochs", ByEpoch),
     Row("collectives in every stage", Gathers),

@@ -176,7 +176,11 @@ ROWS = [
         trainer={"max_epochs": 4},
         callbacks=lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)],
     ),
-    Row("pruning", callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.2, verbose=0)]),
+    Row(
+        "pruning",
+        callbacks=lambda: [ModelPruning("l1_unstructured", amount=0.2, verbose=0)],
+        sharded="shards can't be pruned. Use `FTStrategy(shard_size=1)`.",
+    ),
     Row(
         "finetuning",
         Backboned,
