@@ -115,7 +115,7 @@ class ReplicaSharding:
                 f"`{self._call}`: {_names(scalars)} can't be sharded, being of no dimension. Make each a tensor of one"
                 " element, `torch.nn.Parameter(value.reshape(1))`, or use `FTStrategy(shard_size=1)`."
             )
-        if any(isinstance(callback, ModelPruning) for callback in module.trainer.callbacks):  # type: ignore[attr-defined]
+        if any(isinstance(callback, ModelPruning) for callback in getattr(module._trainer, "callbacks", ())):
             raise MisconfigurationException(
                 f"`{self._call}` with `ModelPruning`, whose masks are for whole parameters: shards can't be pruned. Use"
                 " `FTStrategy(shard_size=1)`."

@@ -143,7 +143,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error_before_anything_is_
         trainer.validate(model, loader(), ckpt_path="best")
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     damage(tmp_path / "checkpoints" / "epoch=0.ckpt")
-    with pytest.raises(DamagedCheckpointError, match="every older one"):
+    with pytest.raises(DamagedCheckpointError, match="none beside it is intact either"):
         trainer.validate(model, loader(), ckpt_path="last")
     with pytest.raises(FileNotFoundError, match="not found"):
         trainer.validate(model, loader(), ckpt_path=tmp_path / "none.ckpt")
