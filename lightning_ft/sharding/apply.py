@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -55,7 +55,6 @@ class ShardedModule:
         routed: Names of the methods that need the root's parameters.
         reshard_after_forward: As in :class:`ShardingOptions`.
         may_gather_all: Whether all parameters can be gathered while such a method runs.
-        computes_with_shards: Whether the module does so by itself (tensor parallelism).
 
     """
 
@@ -66,7 +65,6 @@ class ShardedModule:
         *,
         reshard_after_forward: bool | None = None,
         may_gather_all: bool = True,
-        computes_with_shards: bool = False,
     ) -> None:
         assert isinstance(module, FSDPModule)
         self.module: Any = module
@@ -76,8 +74,7 @@ class ShardedModule:
         if reshard_after_forward is not None:
             self._policy = dict.fromkeys(self._units, reshard_after_forward)
         self._may_gather_all = may_gather_all
-        watch = ShardWatch(only_with_gradients=not may_gather_all)
-        self._watch: AbstractContextManager[Any] = nullcontext() if computes_with_shards else watch
+        self._watch = ShardWatch(only_with_gradients=not may_gather_all)
         self._known_to_work: set[str] = set()
         self._gathers_all = False
         for name in routed:
