@@ -76,10 +76,12 @@ class ElasticLauncher(_Launcher):
         if mode == "join":
             position = _CKPT_PATH_POSITION[function.__name__]
             args = (*args[:position], PEER_CHECKPOINT, *args[position + 1 :])
+        is_over = False
         try:
             result = self._run(function, *args, **kwargs)
             past_calls.remember(engine, trainer, result)
             engine.end_call()
+            is_over = True
         except _TunerExitException:
             past_calls.remember(engine, trainer, None)
             engine.end_call()  # this is how Lightning's tuner ends a call that did what it was for
@@ -93,21 +95,26 @@ class ElasticLauncher(_Launcher):
             engine.report_exception(error)
             engine.leave()  # hooks that handle the exception may call collectives, which the others do not
             raise
+        finally:
+            if (preemption := self._preemption()) is not None:
+                preemption.stop_listening(is_over=is_over)
         return result
 
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Collective. Make the call; a rank that was asked to stop meanwhile ends it on all of them."""
-        result = exit_of_tuner = None
-        interrupted = False
+        result = exit_of_tuner = preemption = None
         try:
-            result = function(*args, **kwargs)
-        except Interrupted:
-            interrupted = True
-        except _TunerExitException as error:
-            exit_of_tuner = error
-        preemption = self._preemption()
-        assert preemption is not None
-        preemption.agreed |= interrupted or preemption.ask_all("after the call")
+            try:
+                result = function(*args, **kwargs)
+            except _TunerExitException as error:
+                exit_of_tuner = error
+            preemption = self._preemption()
+            assert preemption is not None
+            preemption.ask_all("after the call")
+        except Interrupted:  # by one that is in the call while this one may be through
+            preemption = self._preemption()
+            assert preemption is not None
+            preemption.agreed = True
         if preemption.agreed:
             raise stopped()
         if exit_of_tuner is None:

@@ -39,6 +39,7 @@ class Preemption:
         self._engine = engine
         self._signal: int | None = None
         self._requeue = False
+        self._is_torn_down = False
         self.agreed = False
         """Whether all ranks know that they stop; only then they may call collectives about it."""
         self.has_trained = False
@@ -56,6 +57,23 @@ class Preemption:
         connector = self._trainer._signal_connector
         connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[method-assign,assignment]
         connector._slurm_sigusr_handler_fn = self._on_requeue_signal  # type: ignore[method-assign,assignment]
+        # Lightning takes its handlers away at the end of its part of the call. A rank that is through with that may still
+        # wait for the others, and a signal would end it there.
+        connector.teardown = self._on_teardown  # type: ignore[method-assign]
+
+    def stop_listening(self, *, is_over: bool) -> None:
+        """Let Lightning take its handlers away, at once if the call is over; otherwise it will, after ``on_exception``."""
+        connector = self._trainer._signal_connector
+        connector.__dict__.pop("teardown", None)
+        if not is_over:
+            return
+        if self._is_torn_down:
+            connector.teardown()
+        if self._signal is not None and signal.getsignal(self._signal) == signal.SIG_DFL:
+            signal.raise_signal(self._signal)  # too late for this call: as if it came now
+
+    def _on_teardown(self) -> None:
+        self._is_torn_down = True
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         self._signal = self._signal or signum

@@ -94,10 +94,12 @@ def test_sigterm_breaks_a_long_validation_off_and_the_next_run_begins_with_it(ru
     assert [path.read_text().split() for path in job.directory.glob("validated_*")] == [["4", "8"]] * 3
 
 
-@pytest.mark.parametrize("call", ["test", "predict"])
-def test_sigterm_to_one_rank_ends_an_evaluation_in_all(call: str, run: Callable[..., JobResult]) -> None:
+@pytest.mark.parametrize(("call", "last"), [("test", False), ("predict", False), ("predict", True)])
+def test_sigterm_to_one_rank_ends_an_evaluation_in_all(call: str, last: bool, run: Callable[..., JobResult]) -> None:
     point, calls = f"on_{call}_batch_start", [call, "validate"]
-    job = run(signal="SIGTERM", to="rank", point=point, step=0, calls=calls, num_validation_samples=2000, devices=2)
+    num_samples = 24 if last else 2000  # the others may be through with theirs
+    options = {"calls": calls, "num_validation_samples": num_samples, "devices": 2, "last": last}
+    job = run(signal="SIGTERM", to="rank", point=point, step=0, **options)
     assert job.returncode == 143, job.tail()
     assert steps_at_the_end(job) == [("SIGTERMException", 0)] * 2
     assert not list(job.directory.glob("completed_*"))

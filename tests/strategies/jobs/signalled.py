@@ -32,6 +32,8 @@ class Options:
     point: str = "on_train_batch_start"
     step: int = 5
     times: int = 1
+    last: bool = False
+    """Whether the signal comes when the others are through with their predictions."""
     calls: tuple[str, ...] = ("fit",)
     devices: int = 3
     min_replicas: int = 1
@@ -105,6 +107,9 @@ class Sender(Callback):
         if self.sent or trainer.sanity_checking or trainer.global_step < options.step or trainer.global_rank != 1:
             return
         self.sent = True
+        deadline = time.monotonic() + 60.0
+        while options.last and not Path("predicted_0").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         pids = {"supervisor": [os.getppid()], "rank": [os.getpid()]}.get(options.to)
         if pids is None:
             pids = with_descendants(os.getppid())
@@ -119,6 +124,9 @@ class Sender(Callback):
         if not trainer.sanity_checking:
             with open(f"validated_{SLOT}", "a") as file:
                 file.write(f"{trainer.global_step}\n")
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        Path(f"predicted_{SLOT}").touch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         Path(f"exception_{SLOT}").write_text(f"{type(exception).__name__} {trainer.global_step}")
