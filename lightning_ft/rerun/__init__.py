@@ -1,0 +1,1 @@
+"""Whether a step is right: what its values should be, and what running it again says. No Lightning in here."""
