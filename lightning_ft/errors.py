@@ -339,3 +339,26 @@ class GatheredParametersError(FaultToleranceError, RuntimeError):
             " `FTStrategy(sharding=ShardingOptions(units=[]))`; in manual optimization, where that is not possible, use"
             " `FTStrategy(shard_size=1)`."
         )
+
+
+class ResultRejectedError(FaultToleranceError, RuntimeError):
+    """A value of a step is bad, and running the step again is switched off.
+
+    Args:
+        message: What it is.
+        value: The value, as text.
+        step: The step that it is of, from 1.
+
+    """
+
+    def __init__(self, message: str, value: str, step: int) -> None:
+        super().__init__(message, value, step)
+        self.message = message
+        self.value = value
+        self.step = step
+
+    def __str__(self) -> str:
+        return (
+            f"Step {self.step} was rejected: {self.message} ({self.value}). It was not applied. Rerun validation is"
+            ' "disabled"; with mode "validate_results" the step is run again to find out why.'
+        )

@@ -28,6 +28,7 @@ SAMPLES = [
     (errors.MalformedStateError("it ends early"), ValueError, "it ends early"),
     (errors.CheckpointNotCommittedError(200, "no space left"), RuntimeError, "step 200 was not committed: no space left."),
     (errors.DamagedCheckpointError("ckpt/a", "no manifest", "ckpt/b"), RuntimeError, "Still intact: ckpt/b."),
+    (errors.ResultRejectedError("loss is NaN", "nan", 7), RuntimeError, "Step 7 was rejected: loss is NaN (nan)"),
 ]
 
 

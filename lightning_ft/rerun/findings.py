@@ -1,0 +1,125 @@
+"""What rejected values turned out to be, and what follows for the step."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from lightning_ft.rerun.states import Call, RerunDiagnostic
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A value that was rejected, and what running the step again made of it; plain data.
+
+    Args:
+        rank: On which rank.
+        message: What was validated.
+        sequence: The how manieth validation of that in the step, from 0.
+        value: What it was.
+        fatal: Whether it must not be applied.
+        expected: What it should have been, for a reader.
+        shared: Whether it is the same on all ranks: an average.
+        rerun_value: What it was when the step was run again; None if that did not come to it.
+        is_reproduced: Whether both are the same.
+        is_still_bad: Whether the rerun's was rejected as well.
+        diagnostic: What that means; None as long as nobody else was asked.
+
+    """
+
+    rank: int
+    message: str
+    sequence: int
+    value: Any
+    fatal: bool
+    expected: str = ""
+    shared: bool = False
+    rerun_value: Any = None
+    is_reproduced: bool = False
+    is_still_bad: bool = False
+    diagnostic: RerunDiagnostic | None = None
+
+    @property
+    def call(self) -> Call:
+        """Which validation it is of."""
+        return Call(self.message, self.sequence)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**asdict(self), "diagnostic": None if self.diagnostic is None else self.diagnostic.value}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any]) -> "Finding":
+        """Return what :meth:`state_dict` was called of."""
+        diagnostic = state["diagnostic"]
+        return cls(**{**state, "diagnostic": None if diagnostic is None else RerunDiagnostic(diagnostic)})
+
+
+SecondOpinion = Callable[[Sequence[Finding]], Mapping[int, RerunDiagnostic] | None]
+"""Collective. Asks somebody else about values that the same device computed twice: who gets the findings of all ranks
+returns, for their ranks, `CORRECT_RESULT` if another device computes the same from the same inputs, weights and random
+numbers, and `PERSISTENT_ERROR` if it does not; None if there is nobody to ask. Must return the same on all ranks."""
+
+Answer = Literal["same", "different", "bad", "same_device"]
+"""What running a step elsewhere made of a value: the same, another one, another bad one, or nothing new: the device is the
+one that computed it before."""
+
+
+def next_move(findings: Sequence[Finding]) -> Literal["go_on", "run_again", "reproduced"]:
+    """Return what follows from a rerun in place, given the findings of all ranks.
+
+    A fatal value that was computed twice outweighs everything else: whatever the others say, it is still in the step.
+    What came out differently but is bad again settles nothing, and is not to be applied either.
+    """
+    if any(finding.fatal and finding.is_reproduced for finding in findings):
+        return "reproduced"
+    if any(finding.fatal and finding.is_still_bad for finding in findings):
+        return "run_again"
+    return "reproduced" if any(finding.is_reproduced for finding in findings) else "go_on"
+
+
+def of_culprits(findings: Sequence[Finding]) -> list[Finding]:
+    """Leave out averages if a rank's own value explains them: a fault of one rank is in the average of all."""
+    own = [finding for finding in findings if not finding.shared]
+    if own:
+        return own
+    once = {finding.call: finding for finding in reversed(findings)}  # the same on all ranks: told of the first
+    return list(once.values())
+
+
+def diagnosed(findings: Sequence[Finding], opinion: Mapping[int, RerunDiagnostic] | None) -> list[Finding]:
+    """Return the findings with what they turned out to be: by themselves if not reproduced, else by the opinion."""
+    opinion = opinion or {}
+    return [
+        replace(
+            finding,
+            diagnostic=opinion.get(finding.rank) if finding.is_reproduced else RerunDiagnostic.TRANSIENT_ERROR,
+        )
+        for finding in findings
+    ]
+
+
+def after_resumption(
+    findings: Sequence[Finding], answers: Sequence[Mapping[int, Answer]]
+) -> tuple[Literal["go_on", "stop", "elsewhere"], list[Finding]]:
+    """Return what follows from running a step elsewhere, and the findings with what they turned out to be.
+
+    Args:
+        findings: Those in the checkpoint.
+        answers: What each rank says of them, by their index.
+
+    """
+    verdict: Literal["go_on", "stop", "elsewhere"] = "go_on"
+    told = []
+    for index, finding in enumerate(findings):
+        heard = {row[index] for row in answers if index in row}
+        diagnostic = None
+        if "same" in heard:
+            diagnostic = RerunDiagnostic.CORRECT_RESULT
+        elif heard & {"different", "bad"}:
+            diagnostic = RerunDiagnostic.PERSISTENT_ERROR
+        elif heard and finding.fatal:
+            verdict = "elsewhere"
+        if finding.fatal and heard & {"same", "bad"} and verdict == "go_on":
+            verdict = "stop"
+        told.append(replace(finding, diagnostic=diagnostic))
+    return verdict, told
