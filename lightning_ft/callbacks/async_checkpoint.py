@@ -24,6 +24,7 @@ from lightning_ft.checkpoint.pending_save import PendingSave
 from lightning_ft.checkpoint.snapshot import Fence
 from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
 from lightning_ft.errors import CheckpointNotCommittedError
+from lightning_ft.events.log import EventLog
 from lightning_ft.trainer.checkpoint_content import content_of
 from lightning_ft.trainer.saving_peers import agree_on_run_id, peers_of
 
@@ -305,6 +306,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
 
     def _tell(self, save: PendingSave) -> None:
         """Say at once, in the thread of the save, that it failed."""
+        self._record(save)
         if save.error is None:
             self._newest = str(save.target)
             return
@@ -316,6 +318,17 @@ class AsyncCheckpoint(ResumableCheckpoint):
             self._told = (step, reason)
         if self._trainer is not None and self._trainer.is_global_zero and self.on_save_error == "warn":
             log.warning("%s", save.error)
+
+    def _record(self, save: PendingSave) -> None:
+        events: EventLog | None = getattr(getattr(self._trainer, "strategy", None), "events", None)
+        if events is None:
+            return
+        about: dict[str, Any] = {"path": os.path.abspath(save.target), "step": save.step}
+        if save.error is not None:
+            events.emit("checkpoint_failed", **about, error=str(save.error))
+            return
+        spent = {"ms": round(1e3 * save.write_seconds, 2), "stall_ms": round(1e3 * save.stall_seconds, 2)}
+        events.emit("checkpoint", **about, **spent, replaces=[os.path.abspath(path) for path in save.replaces])
 
     def _settle(self, num_left: int) -> None:
         """Wait for all but the newest saves, and take those that failed out of the bookkeeping; all ranks alike."""

@@ -90,10 +90,11 @@ class AsyncSaver:
         previous = self._pending[-1] if self._pending else None
         roll = self._means.peers.enroll()
         save = PendingSave(Path(target), content.manifest.step, is_twin=twin_of is not None)
+        save.replaces = tuple(replaces)
         if roll is None:
             save.settle(None)
             return save
-        task = SaveTask(self._means, save, roll, content, tuple(replaces))
+        task = SaveTask(self._means, save, roll, content, save.replaces)
         self._pending = deque([*self.pending, save])
         if twin_of is None:
             task.prepare(content, may_change, previous)

@@ -47,6 +47,8 @@ class PendingSave:
         self.target = target
         self.step = step
         self.is_twin = is_twin
+        self.replaces: tuple[Path, ...] = ()
+        """Checkpoints that go once this one is there."""
         self.error: BaseException | None = None
         """Why it did not become a checkpoint; only to be looked at once it is :attr:`done`."""
         self.write_seconds = 0.0

@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from lightning_ft.events.kinds import as_words
+
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, dict[str, Any]], None]
 
 _MAX_LINES_IN_MEMORY = 10_000
+_MAX_LINE = 1 << 15
+_MAX_TEXT = 4000
 _to_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
@@ -23,7 +27,7 @@ class EventLog:
 
     Until :meth:`open` is called, and again after :meth:`close`, the newest 10,000 lines are kept in memory. May be used
     by several threads. Trouble with the file is logged once as a warning and never raised: a full disk must not end the
-    training.
+    training. At level DEBUG each event is also logged, as ``event=step slot=0 step=3``.
 
     Args:
         slot: The slot whose events these are; ``None`` for the supervisor.
@@ -63,7 +67,7 @@ class EventLog:
         recorded.
 
         Args:
-            event: What happened.
+            event: What happened, one of :data:`~lightning_ft.events.kinds.KINDS` or a kind of your own.
             **fields: Plain JSON data; anything else is written as its ``str``. ``slot`` and ``incarnation`` may be
                 given to speak about another process, as the supervisor does.
 
@@ -72,6 +76,10 @@ class EventLog:
         for listener in self._listeners:
             listener(event, record)
         line = (_to_json(record) + "\n").encode()
+        if len(line) > _MAX_LINE:
+            line = (_to_json({name: _cut(value) for name, value in record.items()}) + "\n").encode()
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", as_words(record))
         with self._lock:  # not around the listeners: they may emit
             if self._fd is None:
                 self._keep(line)
@@ -143,6 +151,10 @@ class EventLog:
         if not self._warned:
             self._warned = True
             log.warning("Events are being lost (%s): %s. Training goes on.", self.filename, reason)
+
+
+def _cut(value: Any) -> Any:
+    return f"{value[:_MAX_TEXT]}..." if isinstance(value, str) and len(value) > _MAX_TEXT else value
 
 
 class Events(list[dict[str, Any]]):

@@ -47,7 +47,7 @@ from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.sharding.plan import plan_units
 from lightning_ft.sharding.sizes import fewest_ranks, training_bytes
 from lightning_ft.sharding.warming import warm_up
-from lightning_ft.strategies import joining
+from lightning_ft.strategies import joining, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.checkpoint_peers import checkpoint_peers, holds_whole_state
 from lightning_ft.strategies.combinations import check_combination
@@ -67,6 +67,7 @@ from lightning_ft.strategies.step_checks import check_step_output
 from lightning_ft.strategies.steps import TrainingSteps
 from lightning_ft.strategies.training_data import TrainingData
 from lightning_ft.supervision.other_launchers import other_launcher
+from lightning_ft.trainer.event_log import event_directory, refer, tell_resumed
 from lightning_ft.trainer.saved_directory import save_directory, wants_directory
 from lightning_ft.trainer.verified_resume import VerifiedResume
 
@@ -157,6 +158,8 @@ class FTStrategy(ParallelStrategy):
         self.collectives = Collectives(self.engine)
         self.events = EventLog(slot=0, incarnation=0)
         self.event_directory: Path | None = None
+        self.attempt = 0
+        """How many runs this one goes on from, one after the other."""
         self._startup = StartupRecord(self.engine)
         self.sharded: ShardedModule | None = None
         """The module, if it is sharded over several ranks."""
@@ -423,8 +426,7 @@ class FTStrategy(ParallelStrategy):
 
     def _open_event_log(self, trainer: Trainer) -> None:
         if isinstance(self.engine, LocalEngine):
-            root = Path(trainer.log_dir or trainer.default_root_dir).absolute()
-            self.event_directory = root / "ft_events" / self.engine.run_id
+            self.event_directory = event_directory(trainer, self.engine.run_id)
             self.events.open(self.event_directory)
             self.engine.report_log(str(self.event_directory))
 
@@ -455,12 +457,16 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        if os.path.isdir(checkpoint_path):
-            return read_checkpoint(os.fspath(checkpoint_path), weights_only)
-        if str(checkpoint_path) != joining.PEER_CHECKPOINT:
-            return super().load_checkpoint(checkpoint_path, weights_only)
         assert self._live is not None
-        return self._live.receive()
+        if str(checkpoint_path) == joining.PEER_CHECKPOINT:
+            return self._live.receive()
+        if os.path.isdir(checkpoint_path):
+            checkpoint = read_checkpoint(os.fspath(checkpoint_path), weights_only)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._live.trainer.state.fn == TrainerFn.FITTING and not tuning.is_searching(self._live.trainer):
+            self.attempt = tell_resumed(self.events, checkpoint_path, checkpoint)
+        return checkpoint
 
     def _on_change(self, change: Change) -> None:
         self.set_world_ranks()
@@ -638,10 +644,12 @@ class FTStrategy(ParallelStrategy):
 
         A path that ends with ``/``, or is a directory, becomes a directory that all ranks write, as `AsyncCheckpoint` does.
         """
+        assert self.lightning_module is not None
+        refer(self.lightning_module.trainer, checkpoint)
         if wants_directory(filepath):
-            assert self.lightning_module is not None
             with self.engine.activity.during("checkpoint"):
                 save_directory(self.lightning_module.trainer, checkpoint, filepath, self.checkpoint_peers())
+            self._tell_saved(filepath, checkpoint)
             return
         if not holds_whole_state(self.engine):
             return
@@ -653,6 +661,15 @@ class FTStrategy(ParallelStrategy):
                 with self.engine.activity.during("checkpoint"):
                     write_atomically(self.checkpoint_io, checkpoint, filepath, storage_options)
             written = self.collectives.count(self.is_global_zero)[0] > 0 or self.engine.alone
+        self._tell_saved(filepath, checkpoint)
+
+    def _tell_saved(self, filepath: _PATH, checkpoint: dict[str, Any]) -> None:
+        self.events.emit("checkpoint", path=os.path.abspath(filepath), step=checkpoint.get("global_step", 0))
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        super().remove_checkpoint(filepath)
+        self.events.emit("checkpoint_removed", path=os.path.abspath(filepath))
 
     def checkpoint_peers(self) -> Peers:
         """Return the live ranks as those who save checkpoints together; for checkpoint callbacks."""

@@ -32,6 +32,7 @@ from lightning_ft.strategies.replica_memory import ReplicaMemory
 from lightning_ft.strategies.resumption import load_positions_late
 from lightning_ft.strategies.skipped_steps import allow_skipped_steps
 from lightning_ft.strategies.startup import StartupRecord
+from lightning_ft.strategies.state_digest import state_digest
 from lightning_ft.strategies.training_data import TrainingData, TrainLoader
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ class LiveTraining:
         self._received: dict[str, Any] | None = None
         self._taken_back: dict[str, Any] | None = None
         self._handed_batch = 0
+        self._is_changed = True  # since the last checksum
         self._logger_versions: list[Any] | None = None
 
     @property
@@ -288,12 +290,23 @@ class LiveTraining:
                 self._pause()
             if self.memory is not None and self.may_pause():
                 self.memory.at_boundary(lambda: self._hand_out([]))
+            self._tell_state()
         if isinstance(self.loader, StreamLoader):
             self._begin_batch(self.loader)
         if self.extra is not None:
             self.extra.begin_batch()
         replicas = f"{self._engine.replica.count}/{self._engine.num_slots // self._engine.replica.size}"
         self.trainer._logger_connector._progress_bar_metrics["replicas"] = replicas  # type: ignore[assignment]
+
+    def _tell_state(self) -> None:
+        """After each change of the membership: record what this rank holds, so that ranks which differ are found."""
+        if self._engine.num_slots == 1 or not self._is_changed:
+            return
+        self._is_changed, replica = False, self._engine.replica
+        parameters = (parameter for parameter in self._pl_module.parameters() if parameter.requires_grad)
+        digest = state_digest(parameters, self.trainer.optimizers)
+        shard = {"shard": f"{replica.shard}/{replica.size}"} if replica.size > 1 else {}
+        self._events.emit("checksum", step=self.trainer.global_step, digest=digest, **shard)
 
     def _begin_batch(self, loader: StreamLoader) -> None:
         """Collective. Learn who has a batch, and let those in who wait: they may have some when nobody else has."""
@@ -416,6 +429,7 @@ class LiveTraining:
 
     def after_change(self, change: Change) -> None:
         """Let the leadership follow a change of membership."""
+        self._is_changed = True
         if change.before and change.before[0] != self._engine.slot and change.members[0] == self._engine.slot:
             self._events.emit("leader", before=change.before[0])
             leadership.take_over(self.trainer, self._pl_module, self._logger_versions or [])

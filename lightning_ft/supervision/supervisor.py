@@ -83,6 +83,7 @@ class Supervisor:
         self._memory_kills = OutOfMemoryKills()
         self._events = EventLog(slot=None)
         self._run_id = secrets.token_hex(8)
+        self._events.emit("run", run_id=self._run_id, num_slots=num_slots, pid=os.getpid())
         self._memory = HostMemory(num_slots)
         self._store = _start_store()
         self._listener, self._address = listen()

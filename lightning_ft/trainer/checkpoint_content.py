@@ -19,6 +19,7 @@ from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.plan import Seat, local
 from lightning_ft.checkpoint.rank_section import section_bytes
 from lightning_ft.errors import UnsupportedStateError
+from lightning_ft.trainer.event_log import refer
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ def content_of(trainer: Trainer, checkpoint: dict[str, Any], run_id: str) -> tup
         run_id: Of the run.
 
     """
+    refer(trainer, checkpoint)
     module = trainer.lightning_module
     names = [
         parameter_names(module, optimizer, state)

@@ -193,3 +193,15 @@ def test_every_event_is_there_after_sigkill(tmp_path: Path) -> None:
     read = read_events(tmp_path)
     assert [record["number"] for record in read] == list(range(500))
     assert read.num_torn == 0
+
+
+def test_an_event_is_logged_as_words_and_its_text_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    events = EventLog(0, 0, ticking())
+    events.open(tmp_path)
+    with caplog.at_level(logging.DEBUG):
+        events.emit("step", step=3)
+        events.emit("hung", how="SIGSTOP", stacks="x" * 100_000)
+    assert caplog.messages[0] == "t=0.0 event=step slot=0 incarnation=0 step=3"
+    step, hung = read_events(tmp_path)
+    assert (step["step"], hung["how"]) == (3, "SIGSTOP")
+    assert len(hung["stacks"]) < 5000
