@@ -295,6 +295,45 @@ class DamagedCheckpointError(FaultToleranceError, RuntimeError):
         return f"Checkpoint {self.path} is damaged: {self.reason}. Nothing was loaded from it.{intact}"
 
 
+class StateNotLoadedError(FaultToleranceError, RuntimeError):
+    """Another rank could not load a checkpoint, so that this one did not load it either.
+
+    Args:
+        problem: Which rank, and why.
+
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"Nothing was loaded on any rank: {self.problem}"
+
+
+class WorldSizeChangedError(FaultToleranceError, RuntimeError):
+    """A checkpoint was saved by another number of ranks than are to load it.
+
+    Args:
+        path: The checkpoint.
+        saved: How many saved it.
+        current: How many there are.
+
+    """
+
+    def __init__(self, path: str, saved: int, current: int) -> None:
+        super().__init__(path, saved, current)
+        self.path = path
+        self.saved = saved
+        self.current = current
+
+    def __str__(self) -> str:
+        return (
+            f"Checkpoint {self.path} is of {self.saved} ranks, and there are {self.current}: places in the data and random"
+            " numbers are not theirs. Nothing was loaded. Pass `allow_world_size_change=True` and `rank_local_transform`."
+        )
+
+
 class CheckpointNotCommittedError(FaultToleranceError, RuntimeError):
     """A checkpoint that was to be saved does not exist; nothing is left of it.
 

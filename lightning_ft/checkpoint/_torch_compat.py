@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_sa
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["default_store", "flatten", "make_metadata", "record_offset", "write_items"]
+__all__ = ["default_store", "flatten", "make_metadata", "record_offset", "store_of_default_group", "write_items"]
 
 _REQUIRED: tuple[tuple[Any, str], ...] = (
     (_nested_dict, "flatten_state_dict"),
@@ -67,6 +67,11 @@ def make_metadata(described: dict[str, Any], places: dict[Any, tuple[str, int, i
 
 def default_store() -> Store:
     """Return a connection of its own to the store by which the default process group was made."""
-    store = dist.distributed_c10d._get_default_store()
+    store = store_of_default_group()
     # Whoever waits in a store keeps every other user of the same connection waiting.
     return store.clone() if hasattr(store, "clone") else store
+
+
+def store_of_default_group() -> Store:
+    """Return the store by which the default process group was made; nobody else may wait in it."""
+    return dist.distributed_c10d._get_default_store()

@@ -85,6 +85,7 @@ class Post:
         objects: Of each object where it begins in the file of tensors, and its length.
         error: What failed.
         target: The path that the checkpoint is to have.
+        agreed: What all ranks must have alike.
 
     """
 
@@ -93,6 +94,7 @@ class Post:
     objects: tuple[tuple[str, int, int], ...] = ()
     error: str | None = None
     target: str = ""
+    agreed: str = ""
 
     def to_bytes(self) -> bytes:
         """Return it as JSON."""
@@ -189,6 +191,8 @@ class Commit:
         if len(names) > 1:
             told = "; ".join(f"rank {rank}: {name}" for name, rank in sorted(names.items(), key=lambda item: item[1]))
             return _verdict(f"the ranks give it different names ({told})")
+        if len({post.agreed for post in self._posts.values()}) > 1:
+            return _verdict("what must be the same on all ranks, such as the step, differs between them")
         if missing & lost:  # looked for after it was known that they died
             missing = self._missing()
         if not missing:

@@ -40,7 +40,7 @@ def split(checkpoint: Mapping[str, Any], names: Sequence[Sequence[str] | None]) 
     tensors: dict[str, Any] = {STATE_DICT: dict(checkpoint[STATE_DICT])}
     for index, state in enumerate(checkpoint.get(OPTIMIZER_STATES, ())):
         named = names[index] if index < len(names) else None
-        tensors[optimizer_key(index)] = state if named is None else _by_name(state, named)
+        tensors[optimizer_key(index)] = state if named is None else by_name(state, named)
     extra: dict[str, Tensor] = {}
     meta = {key: _take_tensors(value, extra) for key, value in rest.items()}
     if extra:
@@ -118,7 +118,8 @@ def restore_tensors(meta: Mapping[str, Any], directory: str | Path) -> dict[str,
     return {key: _put_tensors(value, tensors.get(EXTRA, {})) for key, value in meta.items()}
 
 
-def _by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return an optimizer's state with names in place of the numbers of its parameters."""
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     return {**state, "state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
 

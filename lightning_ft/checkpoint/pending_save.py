@@ -25,12 +25,14 @@ class Content:
         state: Nested dicts and lists of tensors and small objects, for torch's distributed checkpoint.
         files: Returns further files of the rank that has a seat.
         manifest: Without what only the saver knows.
+        agreed: What must be the same on all ranks; or nothing is committed.
 
     """
 
     state: dict[str, Any]
     files: Callable[[Seat], dict[str, bytes]]
     manifest: Manifest
+    agreed: str = ""
 
 
 class PendingSave:
@@ -79,6 +81,10 @@ class PendingSave:
             raise TimeoutError(f"Checkpoint {self.target} was not committed within {timeout}; it is still being saved.")
         if self.error is not None:
             raise self.error
+
+    def wait_for_copy(self) -> None:
+        """Return once what is being saved may change; optimizers do so by themselves."""
+        self.copied.wait()
 
     def then(self, action: Callable[[], None]) -> None:
         """Have something done once this is a checkpoint: in its thread, or now if it is one already."""

@@ -70,6 +70,7 @@ class SaveTask:
         self._save = save
         self._seat = roll.seat
         self._replaces = replaces
+        self._agreed = content.agreed
         self._staging = save.target.with_name(staging_name(save.target.name, roll.token))
         self._flat = Flat.of(content.state)
         names = tuple(path.name for path in replaces if path.parent == save.target.parent)
@@ -141,7 +142,8 @@ class SaveTask:
             except Exception as failure:
                 self._save.post = Post(error=tell_os_error(failure))
             self._save.copied.set()
-            if self._commit.settle(self._save.post, lambda: self._means.closed):
+            post = replace(self._save.post, agreed=self._agreed)
+            if self._commit.settle(post, lambda: self._means.closed):
                 for path in self._replaces:
                     _remove(path)
         except BaseException as failure:

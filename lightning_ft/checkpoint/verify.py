@@ -97,6 +97,26 @@ def verify(path: str | os.PathLike[str], thoroughness: Thoroughness = "full", sh
     return manifest
 
 
+def read_file(directory: Path, name: str) -> bytes:
+    """Return a file of a committed checkpoint as it was written.
+
+    Raises:
+        FileNotFoundError: If the checkpoint has no such file.
+        DamagedCheckpointError: If it is not what was written.
+
+    """
+    entry = next((entry for entry in read_manifest(directory).files if entry.path == name), None)
+    if entry is None:
+        raise FileNotFoundError(f"{directory} has no {name}")
+    try:
+        data = (directory / name).read_bytes()
+    except OSError as error:
+        raise DamagedCheckpointError(os.fspath(directory), _reason(error)) from error
+    if len(data) != entry.size or xxhash.xxh3_64_hexdigest(data) != entry.xxh3:
+        raise DamagedCheckpointError(os.fspath(directory), f"{name} has another content than when it was written")
+    return data
+
+
 def _check_entries(directory: Path, entries: Sequence[FileEntry], thoroughness: Thoroughness) -> None:
     workers = min(8, os.cpu_count() or 1, max(1, len(entries)))
     with ThreadPoolExecutor(workers) as pool:

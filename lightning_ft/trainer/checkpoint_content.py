@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_ft.checkpoint.layout import META, Manifest, rank_section_name
 from lightning_ft.checkpoint.lightning_dict import split
+from lightning_ft.checkpoint.module_state import MayChange, changing
 from lightning_ft.checkpoint.pending_save import Content
-from lightning_ft.checkpoint.plan import Seat, local
+from lightning_ft.checkpoint.plan import Seat
 from lightning_ft.checkpoint.rank_section import section_bytes
 from lightning_ft.errors import UnsupportedStateError
 from lightning_ft.trainer.event_log import refer
 
 log = logging.getLogger(__name__)
-
-MayChange = Callable[[str, Tensor], bool]
 
 
 def content_of(trainer: Trainer, checkpoint: dict[str, Any], run_id: str) -> tuple[Content, MayChange]:
@@ -72,16 +70,6 @@ def parameter_names(module: LightningModule, optimizer: Optimizer, state: dict[s
     return None if None in names else [name for name in names if name is not None]
 
 
-def changing(module: LightningModule) -> MayChange:
-    """Return which tensors may change in forward and backward passes: all but parameters and optimizers' states."""
-    still = {_memory(parameter) for parameter in module.parameters()}
-
-    def may_change(name: str, tensor: Tensor) -> bool:
-        return not (name.startswith("optimizer_") or _memory(tensor) in still)
-
-    return may_change
-
-
 def own_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return what other ranks do not have alike: random numbers and positions in the data."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
@@ -94,10 +82,6 @@ def own_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
         except UnsupportedStateError as error:
             log.debug("The position of this rank's loaders is not saved: %s", error)
     return state
-
-
-def _memory(tensor: Tensor) -> int:
-    return local(tensor).untyped_storage().data_ptr()
 
 
 def _pickled(value: Any) -> bytes:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ft.checkpoint import load_sharded
 from lightning_ft.checkpoint.dcp_reading import read_flat
-from lightning_ft.checkpoint.sharded_reading import load_sharded
 from lightning_ft.errors import MalformedStateError
 from lightning_ft.testing import run_without_supervisor
 

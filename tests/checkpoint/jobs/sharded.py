@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from lightning_ft.checkpoint.sharded_reading import load_sharded
+from lightning_ft.checkpoint import load_sharded
 from lightning_ft.errors import MalformedStateError
 
 
