@@ -4,7 +4,7 @@ Every error keeps its fields in ``args``, so that it pickles and compares after 
 derives from the builtin that callers may already catch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -355,6 +355,42 @@ class CheckpointNotCommittedError(FaultToleranceError, RuntimeError):
     def __str__(self) -> str:
         intact = f"Still intact: {self.intact}." if self.intact else "There is no earlier one of this run."
         return f"The checkpoint of step {self.step} was not committed: {self.reason}. {intact}"
+
+
+class CorruptedStateError(FaultToleranceError, RuntimeError):
+    """Ranks that must hold the same parameters and optimizer state do not.
+
+    Args:
+        step: Optimizer steps completed when that was noticed.
+        differing: For each slot that is outvoted or, if nobody is, that differs, the names of what does.
+        is_decided: Whether a majority tells which of them is right.
+        agreed: Newest step after which all were seen to hold the same, if there is one.
+
+    """
+
+    def __init__(self, step: int, differing: Mapping[int, Sequence[str]], is_decided: bool, agreed: int | None) -> None:
+        self.step = step
+        self.differing = {slot: tuple(names) for slot, names in differing.items()}
+        self.is_decided = is_decided
+        self.agreed = agreed
+        super().__init__(step, self.differing, is_decided, agreed)
+
+    @property
+    def finding(self) -> str:
+        """What was found, without what to do about it."""
+        told = "; ".join(f"slot {slot}: {_shortened(names)}" for slot, names in self.differing.items())
+        decided = "Most ranks agree on another one" if self.is_decided else "No majority tells which of them is right"
+        return f"Replicas hold different states after step {self.step} ({told}). {decided}."
+
+    def __str__(self) -> str:
+        advice = "Nothing was compared before: if it comes again, your code changes parameters in one rank only."
+        if self.agreed is not None:
+            advice = f"They agreed after step {self.agreed}: resume from a checkpoint of that step or before."
+        return f"{self.finding} {advice}"
+
+
+def _shortened(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class GatheredParametersError(FaultToleranceError, RuntimeError):

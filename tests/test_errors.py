@@ -27,6 +27,8 @@ SAMPLES = [
     ),
     (errors.MalformedStateError("it ends early"), ValueError, "it ends early"),
     (errors.CheckpointNotCommittedError(200, "no space left"), RuntimeError, "step 200 was not committed: no space left."),
+    (errors.CorruptedStateError(9, {1: ["w"]}, True, 6), RuntimeError, "after step 9 (slot 1: w). Most ranks agree"),
+    (errors.CorruptedStateError(9, {0: "abcd", 1: "a"}, False, None), RuntimeError, "a, b, c and 1 more; slot 1: a). No"),
     (errors.DamagedCheckpointError("ckpt/a", "no manifest", "ckpt/b"), RuntimeError, "Still intact: ckpt/b."),
     (errors.ResultRejectedError("loss is NaN", "nan", 7), RuntimeError, "Step 7 was rejected: loss is NaN (nan)"),
 ]

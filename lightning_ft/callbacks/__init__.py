@@ -2,5 +2,6 @@
 
 from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
 from lightning_ft.callbacks.loader_position import LoaderPosition
+from lightning_ft.callbacks.replica_checksums import ReplicaChecksums
 
-__all__ = ["AsyncCheckpoint", "LoaderPosition"]
+__all__ = ["AsyncCheckpoint", "LoaderPosition", "ReplicaChecksums"]
