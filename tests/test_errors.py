@@ -30,6 +30,12 @@ SAMPLES = [
     (errors.CorruptedStateError(9, {1: ["w"]}, True, 6), RuntimeError, "after step 9 (slot 1: w). Most ranks agree"),
     (errors.CorruptedStateError(9, {0: "abcd", 1: "a"}, False, None), RuntimeError, "a, b, c and 1 more; slot 1: a). No"),
     (errors.DamagedCheckpointError("ckpt/a", "no manifest", "ckpt/b"), RuntimeError, "Still intact: ckpt/b."),
+    (
+        errors.StateNotLoadedError("rank 1: KeyError: 'x'"),
+        RuntimeError,
+        "Nothing was loaded on any rank: rank 1: KeyError: 'x'",
+    ),
+    (errors.WorldSizeChangedError("ckpt/a", 2, 3), RuntimeError, "ckpt/a is of 2 ranks, and there are 3"),
     (errors.ResultRejectedError("loss is NaN", "nan", 7), RuntimeError, "Step 7 was rejected: loss is NaN (nan)"),
 ]
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_ft.callbacks.begun_save import BegunSave, link
 from lightning_ft.callbacks.resumable_checkpoint import ResumableCheckpoint
+from lightning_ft.callbacks.shared_names import check_names
 from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.pending_save import PendingSave
 from lightning_ft.checkpoint.snapshot import Fence
@@ -30,6 +31,7 @@ from lightning_ft.trainer.saving_peers import agree_on_run_id, peers_of
 
 log = logging.getLogger(__name__)
 
+_Kind = Literal["last", "top_k"]
 _PATIENCE_AFTER_AN_EXCEPTION = timedelta(seconds=20)
 
 
@@ -46,14 +48,16 @@ class AsyncCheckpoint(ResumableCheckpoint):
         filename: Name of the checkpoints.
         on_save_error: ``"warn"``: a save that failed is told once, and the training goes on; ``"raise"``: it ends when the
             next one begins, or the fit ends.
-        max_pending: How many saves may be under way; so many copies of the state are held in memory. One more waits.
+        max_pending: How many saves may be under way; so many copies of the state are held in memory.
+        when_busy: What becomes of one more: ``"wait"``, or ``"skip"``; was the newest one skipped, the training's end saves.
         timeout: Seconds after which a save is given up that some rank has not written.
         resume: ``"auto"``: a fit without ``ckpt_path`` resumes from the newest intact checkpoint in ``dirpath``.
         kwargs: The other options of ``ModelCheckpoint``.
 
     Raises:
         ValueError: If an argument is out of range.
-        MisconfigurationException: If ``dirpath`` is the address of a store that is no file system.
+        MisconfigurationException: If ``dirpath`` is the address of a store that is no file system, or another callback
+            saves under the same names.
 
     Example::
 
@@ -68,6 +72,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
         *,
         on_save_error: Literal["warn", "raise"] = "warn",
         max_pending: int = 1,
+        when_busy: Literal["wait", "skip"] = "wait",
         timeout: float = 1800.0,
         resume: Literal["auto"] | None = None,
         **kwargs: Any,
@@ -76,10 +81,12 @@ class AsyncCheckpoint(ResumableCheckpoint):
         super().__init__(dirpath, filename, resume=resume, **kwargs)
         name = type(self).__name__
         check_choice(name, "on_save_error", on_save_error, ("warn", "raise"))
+        check_choice(name, "when_busy", when_busy, ("wait", "skip"))
         check_count(name, "max_pending", max_pending, least=1)
         check_seconds(name, "timeout", timeout)
         self.on_save_error = on_save_error
         self.max_pending = max_pending
+        self.when_busy = when_busy
         self.timeout = timeout
         self._trainer: Trainer | None = None
         self._run_id = ""
@@ -89,7 +96,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
         self._told = (-1, "")
         self._is_raising = False
         self._is_last = False
-        self._retry: set[Literal["last", "top_k"]] = set()
+        self._retry: set[_Kind] = set()
+        self._skipped: set[_Kind] = set()
         self._seen_changes: int | None = None
         self._before: tuple[dict[str, Tensor], str, str] = ({}, "", "")
 
@@ -127,6 +135,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
+        check_names(self, [one for one in trainer.checkpoint_callbacks if not isinstance(one, AsyncCheckpoint)])
         self._seen_changes = None
         self._close_fence()
         self._fence = Fence(trainer.optimizers, self.wait_for_copy)
@@ -155,7 +164,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         self._settle(0)
-        while self._seen_changes is not None and self._save_again(trainer):
+        self._retry |= self._skipped
+        while self._save_again(trainer):
             self._settle(0)
 
     @override
@@ -195,11 +205,15 @@ class AsyncCheckpoint(ResumableCheckpoint):
 
     @override
     def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if self._skips(trainer, "top_k"):
+            return
         self._begin(is_last=False)
         super()._save_topk_checkpoint(trainer, monitor_candidates)
 
     @override
     def _save_last_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
+        if self.save_last and self._skips(trainer, "last"):
+            return
         if self.save_last and self.save_last != "link":
             self._begin(is_last=True)
         super()._save_last_checkpoint(trainer, monitor_candidates)
@@ -212,6 +226,20 @@ class AsyncCheckpoint(ResumableCheckpoint):
             return candidates
         values: dict[str, Tensor] = trainer.strategy.broadcast({name: value.cpu() for name, value in candidates.items()})
         return {name: value.to(trainer.strategy.root_device) for name, value in values.items()}
+
+    def _skips(self, trainer: Trainer, kind: _Kind) -> bool:
+        """Collective, if saves may be skipped. Whether this one is, on all ranks alike."""
+        self._is_last = kind == "last"
+        if self.when_busy == "wait" or self._is_raising:
+            return False
+        under_way = 0 if self._saver is None else sum(not save.is_twin for save in self._saver.pending)
+        busy = under_way >= self.max_pending and self._twin() is None
+        if trainer.strategy.broadcast(busy):
+            log.info("Skipped a save in step %d: an earlier one is still being written.", trainer.global_step)
+            self._skipped.add(kind)
+            return True
+        self._skipped.discard(kind)
+        return False
 
     def _begin(self, *, is_last: bool) -> None:
         """Make room for a save, before the bookkeeping of the next one begins."""

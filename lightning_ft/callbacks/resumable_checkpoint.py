@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightning_ft.checkpoint.reader import candidates
+from lightning_ft.checkpoint.reader import candidates, places
 from lightning_ft.trainer.verified_resume import VerifiedResume
 
 
@@ -41,7 +41,8 @@ class ResumableCheckpoint(ModelCheckpoint):
         self.finish_saves()
         newest, self._asked_for_newest = self._asked_for_newest, None
         assert self.dirpath is not None
-        VerifiedResume.of(trainer).offer(self.dirpath, auto=self.resume == "auto", newest=newest)
+        for place in self._places(self.dirpath):
+            VerifiedResume.of(trainer).offer(place, auto=self.resume == "auto", newest=newest)
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
         """The newest one, which stands for itself and those before it until the ranks can look at them together."""
@@ -49,9 +50,14 @@ class ResumableCheckpoint(ModelCheckpoint):
         dirpath = os.fspath(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
         if "://" in dirpath:
             return super()._find_last_checkpoints(trainer)
-        found = candidates(dirpath, self.FILE_EXTENSION)
+        found = [candidate for place in self._places(dirpath) for candidate in candidates(place, self.FILE_EXTENSION)]
+        found.sort(key=lambda candidate: -candidate.created)
         self._asked_for_newest = found[0].path if found else None
         return {found[0].path} if found else set()
+
+    def _places(self, dirpath: str | os.PathLike[str]) -> list[str]:
+        """Return where checkpoints lie: a ``/`` in ``filename``, of a metric's name perhaps, makes directories."""
+        return [os.fspath(dirpath)] if "://" in os.fspath(dirpath) else places(dirpath, (self.filename or "").count("/"))
 
     def _should_remove_checkpoint(self, trainer: Trainer, previous: str, current: str) -> bool:
         """Also what the training resumed from, unless its path was given: or each preemption would leave a checkpoint."""

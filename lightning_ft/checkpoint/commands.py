@@ -43,6 +43,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(dirpath: str) -> None:
+    if not os.path.isdir(dirpath):
+        sys.exit(f"{dirpath} is no directory.")
     found = candidates(dirpath)
     rows: list[tuple[str, ...]] = [("NAME", "STEP", "EPOCH", "RANKS", "MB", "SAVED", "")]
     for candidate in found:

@@ -1,5 +1,6 @@
 """Turns a checkpoint's directory into a single file that everybody reads."""
 
+import errno
 import os
 import secrets
 from collections.abc import Callable
@@ -27,9 +28,11 @@ def export_checkpoint(
 
     Raises:
         DamagedCheckpointError: If it is damaged.
+        OSError: If ``target`` can't be written.
         UnpicklingError: If it has objects that ``weights_only`` does not allow.
 
     """
+    _check_target(Path(target))
     verify(source)
     checkpoint = read_checkpoint(Path(source), weights_only)
     _write(Path(target), lambda path: torch.save(checkpoint, path))
@@ -47,11 +50,13 @@ def export_safetensors(source: str | os.PathLike[str], target: str | os.PathLike
 
     Raises:
         DamagedCheckpointError: If it is damaged.
+        OSError: If ``target`` can't be written.
         ModuleNotFoundError: If safetensors is not installed.
 
     """
     from safetensors.torch import save_file
 
+    _check_target(Path(target))
     verify(source)
     values = _state_dict(Path(source))
     tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
@@ -77,6 +82,14 @@ def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         result[name] = tensor.clone() if storage in seen else tensor.contiguous()
         seen.add(storage)
     return result
+
+
+def _check_target(target: Path) -> None:
+    """Have a wrong path told before minutes of reading, and by an error of one kind: torch's own is a RuntimeError."""
+    if not target.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "The file can't be written: its directory does not exist", os.fspath(target))
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "The file can't be written: there is a directory of this name", str(target))
 
 
 def _write(target: Path, write: Callable[[Path], None]) -> None:

@@ -111,6 +111,18 @@ def candidates(dirpath: str | os.PathLike[str], suffix: str = ".ckpt") -> list[C
     return sorted(found.values(), key=lambda candidate: (candidate.created, candidate.step, candidate.path), reverse=True)
 
 
+def places(dirpath: str | os.PathLike[str], depth: int) -> list[str]:
+    """Return a directory and those in it that may hold checkpoints, down to ``depth``."""
+    found = [os.fspath(dirpath)]
+    if depth > 0 and os.path.isdir(dirpath):
+        checkpoints = {candidate.path for candidate in candidates(dirpath)}
+        for entry in sorted(os.scandir(dirpath), key=lambda entry: entry.name):
+            hidden = entry.name.startswith((STAGING_PREFIX, TRASH_PREFIX))
+            if entry.is_dir(follow_symlinks=False) and not hidden and entry.path not in checkpoints:
+                found += places(entry.path, depth - 1)
+    return found
+
+
 def _candidate(path: Path, suffix: str) -> Candidate | None:
     try:
         changed = path.stat().st_mtime

@@ -51,7 +51,7 @@ def save_sharded(module: Module, optimizer: Optimizer | Sequence[Optimizer] | No
     manifest = Manifest(step=0, epoch=0, run_id=saver.run_id, world_size=1, shard_size=1, files=())
     content = Content(state_of(module, optimizers), lambda seat: {}, manifest)
     with saver.quietly():
-        saver.save(Path(path).absolute(), content, optimizers, changing(module), ()).wait()
+        saver.save(_absolute(path), content, optimizers, changing(module), ()).wait()
 
 
 def load_sharded(
@@ -81,7 +81,7 @@ def load_sharded(
         StateNotLoadedError: If that happened on another rank.
 
     """
-    ranks, where = DefaultGroup(), Path(path).absolute()
+    ranks, where = DefaultGroup(), _absolute(path)
     check(str(where), ranks, thoroughness)
     read = _together(
         ranks, lambda: read_state(module, as_sequence(optimizer), where, strict=strict, weights_only=weights_only)
@@ -175,7 +175,8 @@ def async_save_training_state(
     shared = SharedState(_checked(step), scheduler, scaler, parallel_plan, extra, kinds)
     own = {"loader_state": loader_state, "typed_scheduler_state": typed_scheduler_state, "rng": _random_state()}
     content = content_of(state_of(module, optimizers), shared, own, saver.run_id)
-    return saver.save(Path(path).absolute(), content, optimizers, changing(module), _absolute(replaces))
+    replaced = [_absolute(old) for old in replaces]
+    return saver.save(_absolute(path), content, optimizers, changing(module), replaced)
 
 
 def save_frozen_training_state(
@@ -208,7 +209,7 @@ def save_frozen_training_state(
     state = {STATE_DICT: model_state, **{optimizer_key(index): one for index, one in enumerate(states)}}
     saver = process_saver()
     content = content_of(state, shared, own, saver.run_id)
-    saver.save_frozen(Path(path).absolute(), content, _absolute(replaces))
+    saver.save_frozen(_absolute(path), content, [_absolute(old) for old in replaces])
 
 
 def load_training_state(
@@ -247,7 +248,7 @@ def load_training_state(
         TypeError: If it returns no dict.
 
     """
-    ranks, where = DefaultGroup(), Path(path).absolute()
+    ranks, where = DefaultGroup(), _absolute(path)
     check(str(where), ranks)
     optimizers = as_sequence(optimizer)
 
@@ -273,8 +274,10 @@ def load_training_state(
 # Saving.
 
 
-def _absolute(paths: Collection[_Path]) -> list[Path]:
-    return [Path(path).absolute() for path in paths]
+def _absolute(path: _Path) -> Path:
+    if "://" in os.fspath(path):
+        raise ValueError(f"`{os.fspath(path)}` is the address of a store, and checkpoints are directories of a file system.")
+    return Path(path).absolute()
 
 
 def _checked(step: int) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -15,6 +17,7 @@ from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.checkpoint.reader import candidates
 from lightning_ft.checkpoint.verify import verify
 from lightning_ft.testing import run_without_supervisor
+from lightning_ft.trainer.verified_resume import VerifiedResume
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -108,6 +111,42 @@ def test_resuming_in_another_directory_leaves_the_first_alone(tmp_path: Path) ->
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "a").rglob("*")} == before
     assert sorted(os.listdir(tmp_path / "b")) == ["last.ckpt", "step=16.ckpt"]
     assert other.best_model_path == str(tmp_path / "b" / "step=16.ckpt")
+
+
+def test_checkpoints_are_found_again_though_the_name_of_a_metric_makes_directories(tmp_path: Path) -> None:
+    class Slashed(Model):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log("val/loss", float(self.trainer.global_step))
+
+    options: dict[str, Any] = {"monitor": "val/loss", "mode": "max", "save_top_k": 1, "resume": "auto"}
+    first = AsyncCheckpoint(tmp_path, "{epoch}-{val/loss:.1f}", **options)
+    make_trainer(first, max_epochs=1).fit(Slashed(), loader(), loader())
+    assert first.best_model_path == str(tmp_path / "epoch=0-val" / "loss=8.0.ckpt")
+    (tmp_path / "epoch=0-val" / ".tmp-loss=9.0.ckpt-x").mkdir()
+    of_another = AsyncCheckpoint(tmp_path / "epoch=0-val" / "of-another-run", every_n_epochs=1)
+    make_trainer(of_another).fit(Model(), loader(), loader())
+    second = AsyncCheckpoint(tmp_path, "{epoch}-{val/loss:.1f}", **options)
+    trainer = make_trainer(second)
+    trainer.fit(Slashed(), loader(), loader())
+    assert trainer.fit_loop.epoch_progress.current.completed == 2
+    assert trainer.global_step == 16
+    assert VerifiedResume.of(trainer).chosen == first.best_model_path
+    assert second.best_model_path == str(tmp_path / "epoch=1-val" / "loss=16.0.ckpt")
+    assert os.listdir(tmp_path / "epoch=0-val") == ["of-another-run"]  # what is replaced goes, and what is left over
+    trainer = make_trainer(AsyncCheckpoint(tmp_path, "{epoch}-{val/loss:.1f}"))
+    trainer.validate(Model(), loader(), ckpt_path="last", verbose=False)
+    assert VerifiedResume.of(trainer).chosen == second.best_model_path
+
+
+def test_another_callback_that_would_save_under_the_same_names_is_refused(tmp_path: Path) -> None:
+    other = ModelCheckpoint(tmp_path / "x" / "..", save_last=True)
+    trainer = make_trainer(other, AsyncCheckpoint(tmp_path))  # type: ignore[arg-type]
+    told = r"`AsyncCheckpoint` and `ModelCheckpoint` both save `\{epoch\}-\{step\}` in"
+    with pytest.raises(MisconfigurationException, match=told):
+        trainer.fit(Model(), loader(), loader())
+    trainer = make_trainer(other, AsyncCheckpoint(tmp_path, "{step}"), max_epochs=1)  # type: ignore[arg-type]
+    trainer.fit(Model(), loader(), loader())
 
 
 def test_kills_and_resumes_leave_no_more_checkpoints_than_one_run(tmp_path: Path) -> None:

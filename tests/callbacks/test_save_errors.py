@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
-from lightning_ft.checkpoint.reader import check
+from lightning_ft.checkpoint.reader import candidates, check
+from lightning_ft.checkpoint.verify import read_manifest
 from lightning_ft.errors import CheckpointNotCommittedError
 from lightning_ft.testing.processes import children
 
@@ -53,6 +54,12 @@ class At(Callback):
             pid = self.saver._saver.writer.pid
             assert pid is not None
             self.actions[batch_idx](pid)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if -1 in self.actions:
+            assert self.saver._saver is not None
+            assert self.saver._saver.writer.pid is not None
+            self.actions[-1](self.saver._saver.writer.pid)
 
 
 def names(root: Path) -> list[str]:
@@ -130,6 +137,18 @@ def test_a_slow_disk_never_leaves_less_than_what_was_there(tmp_path: Path) -> No
     at = fit(saver, tmp_path, {2: lambda pid: os.kill(pid, signal.SIGSTOP), 5: lambda pid: os.kill(pid, signal.SIGCONT)})
     assert at.there[5] == ["step=2.ckpt"]  # step 4 is on its way since two batches
     assert names(tmp_path / "saved") == ["step=6.ckpt"]
+
+
+def test_saves_that_would_wait_for_a_slow_disk_are_skipped_if_asked_to_but_not_the_last(tmp_path: Path) -> None:
+    saver = AsyncCheckpoint(
+        tmp_path / "saved", "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True, when_busy="skip"
+    )
+    fit(saver, tmp_path, {2: lambda pid: os.kill(pid, signal.SIGSTOP), -1: lambda pid: os.kill(pid, signal.SIGCONT)})
+    saved = {candidate.step for candidate in candidates(tmp_path / "saved")}
+    assert saved >= {1, 3, 6}
+    assert saved.isdisjoint({4, 5})
+    for name in ("last.ckpt", "step=6.ckpt"):
+        assert read_manifest(tmp_path / "saved" / name).step == 6
 
 
 def test_a_directory_that_cannot_be_made_or_is_gone_fails_the_save_alone(

@@ -75,6 +75,9 @@ def test_commands_tell_what_is_there_and_what_is_damaged(
 
     assert run(f"export {good} {tmp_path}/out.ckpt") == 0
     assert "MB" in capsys.readouterr().out
+    assert "its directory does not exist: '" in str(run(f"export {good} {tmp_path}/none/out.ckpt")).replace("]", "]")
+    assert "there is a directory of this name" in str(run(f"export {good} {good}"))
+    assert f"{tmp_path}/none is no directory." in str(run(f"ls {tmp_path}/none"))
     assert "is damaged: meta.pt" in str(run(f"export {bad} {tmp_path}/bad.ckpt"))
     assert not (tmp_path / "bad.ckpt").exists()
 
