@@ -17,19 +17,23 @@ class Killer:
     What it kills it records beside the ranks' own events, so that a death's time is that of the signal.
 
     Args:
-        root: The job's ``default_root_dir``; it has run nothing else there.
+        root: The job's ``default_root_dir``; what earlier jobs wrote there is left alone.
 
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._earlier = self._logs()
         self.num_faults = 0
+
+    def _logs(self) -> set[Path]:
+        return set(self._root.glob("**/ft_events/*/supervisor.jsonl"))
 
     @property
     def directory(self) -> Path | None:
         """Where the job writes its events, once it does."""
-        found = list(self._root.glob("**/ft_events/*/supervisor.jsonl"))
-        return found[0].parent if found else None
+        found = self._logs() - self._earlier
+        return found.pop().parent if found else None
 
     def replicas(self) -> list[list[int]]:
         """Return the slots of the replicas that are whole."""

@@ -3,7 +3,8 @@
 Each round is one training with options and faults drawn from the seed. Kinds of faults, each from outside and at any moment:
 ``kill`` (SIGKILL), ``pair`` (two at once, or the second while the survivors recover from the first), ``stop`` (SIGSTOP),
 ``raise`` (an exception in one rank's ``training_step``), ``disk`` (for a second, nothing that one rank writes to a file
-gets there, checkpoints included).
+gets there, checkpoints included), ``term`` (SIGTERM to the job or to one rank, which ends all of it; it is started again
+and resumes).
 
 It counts what must not happen: ``hangs``, ``failures`` (the job's exit code), ``divergences`` (ranks whose weights or
 optimizer state differ at the same step, steps lost or described differently), ``samples_twice`` and ``samples_never``
@@ -20,14 +21,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.killer import Killer
 from lightning_ft.events.audit import audit
 from lightning_ft.events.log import read_events
 
-KINDS = ("kill", "pair", "stop", "raise", "disk")
+KINDS = ("kill", "pair", "stop", "raise", "disk", "term")
 FORBIDDEN = ("hangs", "failures", "divergences", "samples_twice", "samples_never")
 
 _ROUND_SECONDS = 60.0
@@ -36,6 +39,9 @@ _TIMEOUT = 5.0  # generous for a loaded machine
 _FULL_DISK_SECONDS = 1.0
 _LONGEST_PAUSE_IN_A_PAIR = 0.1
 _PROGRESS_SECONDS = 10.0
+_SECONDS_TO_END = 90.0
+_FAR = 1_000_000  # more than a run has processes or batches
+_ASKED_TO_STOP = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True)
@@ -90,25 +96,32 @@ def run_round(seed: int, seconds: float, kinds: list[str]) -> Counter[str]:
         command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--size", "0.01M", "--work", "0.01"]
         command += ["--steps", "1000000", "--max-restarts", "100000", "--timeout", str(_TIMEOUT)]
         command += ["--stop-file", str(root / "stop"), "--directory", directory, *plan.arguments]
+        command += ["--resume"] if "term" in kinds else []
         print(f"seed {seed}: {' '.join(plan.arguments)}", flush=True)
         log = root / "output.txt"
-        with open(log, "wb") as output:
-            job = subprocess.Popen(
-                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
-            )
-        killer = Killer(root)
         counts: Counter[str] = Counter()
-        _strike_for(seconds, plan, killer, job, counts)
-        (root / "stop").touch()
-        try:
-            job.wait(timeout=90)
-        except subprocess.TimeoutExpired:
-            counts["hangs"] += 1
-            job.kill()
-            job.wait()
-        counts["failures"] += job.returncode != 0
-        if killer.directory is not None:
-            counts.update(_check(killer.directory))
+        strikes, end = iter(plan.strikes), time.monotonic() + seconds
+        runs: list[Path] = []
+        while True:
+            killer = Killer(root)
+            with open(log, "ab") as output:
+                job = subprocess.Popen(
+                    command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
+                )
+            is_asked = _strike_for(end, strikes, killer, job, counts)
+            if not is_asked:
+                (root / "stop").touch()
+            try:
+                job.wait(timeout=_SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                counts["hangs"] += 1
+                job.kill()
+                job.wait()
+            counts["failures"] += job.returncode != (_ASKED_TO_STOP if is_asked else 0)
+            runs += [killer.directory] if killer.directory is not None else []
+            if not is_asked or counts["failures"]:
+                break
+        counts.update(_check(runs))
         if bad := {key: counts[key] for key in FORBIDDEN if counts[key]}:
             keep = Path(f"soak_{seed}")
             subprocess.run(["cp", "-r", directory, str(keep)], check=False)
@@ -116,22 +129,43 @@ def run_round(seed: int, seconds: float, kinds: list[str]) -> Counter[str]:
         return counts
 
 
-def _strike_for(seconds: float, plan: Plan, killer: Killer, job: subprocess.Popen[bytes], counts: Counter[str]) -> None:
+def _strike_for(
+    end: float, strikes: Iterator[Strike], killer: Killer, job: subprocess.Popen[bytes], counts: Counter[str]
+) -> bool:
+    """Strike until ``end``; return whether the job was asked to stop before."""
     start_up = time.monotonic() + 60
     while not killer.settled() and job.poll() is None and time.monotonic() < start_up:
         time.sleep(0.2)
-    end, tell_at = time.monotonic() + seconds, time.monotonic() + _PROGRESS_SECONDS
+    end, tell_at = max(end, time.monotonic() + 1.0), time.monotonic() + _PROGRESS_SECONDS
     harmed: set[int] = set()
-    for strike in plan.strikes:
+    for strike in strikes:
         time.sleep(min(strike.after, max(0.0, end - time.monotonic())))
         if job.poll() is not None or time.monotonic() >= end:
-            return
-        _strike(strike, killer, harmed)
-        counts["faults"] = killer.num_faults
+            return False
+        before = killer.num_faults
+        if strike.kind == "term":
+            if not _ask_to_stop(strike, killer, job):
+                continue
+        else:
+            _strike(strike, killer, harmed)
+        counts["faults"] += killer.num_faults - before
         counts[strike.kind] += 1
+        if strike.kind == "term":
+            return True
         if time.monotonic() >= tell_at:
             tell_at = time.monotonic() + _PROGRESS_SECONDS
-            print(f"  {end - time.monotonic():3.0f} s left, {killer.num_faults} faults", flush=True)
+            print(f"  {end - time.monotonic():3.0f} s left, {counts['faults']} faults", flush=True)
+    return False
+
+
+def _ask_to_stop(strike: Strike, killer: Killer, job: subprocess.Popen[bytes]) -> bool:
+    """Send SIGTERM to the supervisor or, in half of the cases, to one rank; return whether there was one."""
+    settled = killer.settled()
+    if not settled:
+        return False
+    victim = sorted(settled)[int(strike.who * len(settled))]
+    killer.kill(victim, settled[victim] if strike.pause else job.pid, signal.SIGTERM)
+    return True
 
 
 def _strike(strike: Strike, killer: Killer, harmed: set[int]) -> None:
@@ -159,8 +193,9 @@ def _strike(strike: Strike, killer: Killer, harmed: set[int]) -> None:
             killer.kill(other, settled[other], signal.SIGKILL)
 
 
-def _check(directory: Path) -> Counter[str]:
-    events = read_events(directory)
+def _check(runs: list[Path]) -> Counter[str]:
+    """Return what is wrong with a training, and some numbers of it, by the events of its runs."""
+    events = [event for number, run in enumerate(runs) for event in _renumbered(read_events(run), number)]
     record = audit(events)
     counts = Counter(joins=len(record.joins), steps=len(record.steps))
     digests: dict[int, set[str]] = {}
@@ -174,6 +209,13 @@ def _check(directory: Path) -> Counter[str]:
         counts["samples_twice"] += len(epoch.twice)
         counts["samples_never"] += len(epoch.never) if number != last else 0
     return counts
+
+
+def _renumbered(events: Iterable[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
+    """Tell processes and batches of one run from those of another: each run counts them from 0."""
+    for event in events:
+        later = {name: event[name] + number * _FAR for name in ("incarnation", "batch") if event.get(name) is not None}
+        yield {**event, **later}
 
 
 def main() -> None:

@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=None)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--validate", action="store_true", help="Validate and save checkpoints, too.")
+    parser.add_argument("--resume", action="store_true", help="Go on where an earlier run was asked to stop.")
     parser.add_argument("--shard-size", default="1", help="Ranks of a replica, or `all`.")
     parser.add_argument("--snapshot-every", type=int, default=10, help="Steps between two snapshots in memory.")
     parser.add_argument("--directory", default=".")
@@ -168,6 +169,7 @@ def main() -> None:
     callbacks += [StopFile(options.stop_file)] if options.stop_file else []
     callbacks += [Checksums()] if options.stop_file and options.shard_size == "1" else []
     callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
+    callbacks += [ModelCheckpoint(save_top_k=0)] if options.resume and not options.validate else []
     per_epoch = options.epoch_steps or options.steps
     strategy: Any = options.strategy
     if strategy == "ft":
@@ -185,7 +187,7 @@ def main() -> None:
         callbacks=callbacks,
         default_root_dir=os.path.abspath(options.directory),
         logger=False,
-        enable_checkpointing=options.validate,
+        enable_checkpointing=options.validate or options.resume,
         accumulate_grad_batches=options.accumulate,
         val_check_interval=0.5 if options.validate else None,
         num_sanity_val_steps=0,
@@ -199,7 +201,7 @@ def main() -> None:
     if options.stop_file:
         slot = os.environ.get("LIGHTNING_FT_SLOT")
         network.raise_file = os.path.join(os.path.abspath(options.directory), f"raise_{slot}")
-    trainer.fit(network, loader, validation if options.validate else None)
+    trainer.fit(network, loader, validation if options.validate else None, ckpt_path="last" if options.resume else None)
 
 
 if __name__ == "__main__":

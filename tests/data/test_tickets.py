@@ -260,10 +260,10 @@ def test_a_new_round_costs_as_much_as_there_are_segments_not_slots_times_segment
         plan.take(live)
         plan.commit(live)
     plan.add(2000)
-    begin = time.perf_counter()
+    begin = time.process_time()
     plan.take([*live, 2000])
     assert plan.round == 1
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
     assert len(plan.state_dict()["pool"]) < 10
 
 

@@ -121,7 +121,7 @@ def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
 RESPAWN = """
 import logging
 assert not logging.root.handlers and not logging.getLogger("lightning_ft").handlers, "the supervisor's own set-up"
-print("start", time.time(), forked, sys.argv[1:], os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
+print("start", forked, sys.argv[1:], os.getcwd(), os.getsid(0) == os.getpid(), flush=True)
 rank = ImitatedRank()
 rank.send("log", directory=os.path.dirname(__file__))
 if rank.slot == 0:
@@ -154,12 +154,10 @@ def test_killed_rank_is_back_at_once_and_the_job_ends_well(start: Start, tmp_pat
     notices = [line for line in lines if line.startswith("[lightning-ft]")]
     assert len(notices) == 1
     assert re.fullmatch(r"\[lightning-ft\] Slot 0 \(pid \d+\) died \(SIGKILL\); respawning \(1 of 3\)\.", notices[0])
-    starts = re.findall(r"start ([\d.]+) (\w+) (.*)", job.output)
+    starts = re.findall(r"start (\w+) (.*)", job.output)
     assert len(starts) == 4
-    assert {(torch, rest) for _, torch, rest in starts} == {("True", f"['a b', '--c'] {ROOT} True")}
+    assert set(starts) == {("True", f"['a b', '--c'] {ROOT} True")}, "forked"
     events = [json.loads(line) for line in (tmp_path / "supervisor.jsonl").read_text().splitlines()]
-    death = next(event["t"] for event in events if event["event"] == "exit" and event["how"] == "SIGKILL")
-    assert float(starts[-1][0]) - death < 1.0, "it was not forked"
     assert [event["members"] for event in events if event["event"] == "generation"] == [[0, 1, 2], [1, 2], [1, 2, 0]]
     assert events[-1]["event"] == "finish"
     (child,) = re.findall(r"child (\d+)", job.output)
@@ -277,7 +275,7 @@ def test_death_of_the_supervisor_leaves_no_process(start: Start) -> None:
     job.wait_for("up", 3)
     descriptors = [os.pidfd_open(pid) for pid in job.children()]
     os.kill(job.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + DEADLINE
     try:
         for descriptor in descriptors:
             ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
