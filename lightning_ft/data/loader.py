@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from lightning_ft.data.ending_workers import end_workers
 from lightning_ft.data.random_state import random_state, under_random_state
 from lightning_ft.data.replicas import as_replica, full_length
 from lightning_ft.data.rows import Pass, RowPlan
@@ -101,7 +102,7 @@ class ElasticLoader:
                 self._made_for = self._num_slots
                 self._make_tickets()
             self.plan.begin_epoch(self._current_epoch())
-        self._batches = None
+        self._close_round()
         if not self.deferred:
             self._open_round([])
         return self
@@ -111,7 +112,7 @@ class ElasticLoader:
             iter(self)
         tickets = self.plan.take(self.live)
         if not tickets:
-            self._batches = None
+            self._close_round()
             raise StopIteration
         batch = self._fetch_own(tickets)
         self.on_take()
@@ -164,7 +165,7 @@ class ElasticLoader:
         for slot in list(self.plan.in_flight):
             self.plan.remove(slot)
         self._order = None if state["order"] is None else self._unpack(state["order"])
-        self._batches = None
+        self._close_round()
         self._resumed = True
 
     def load_handed_out(self, state: dict[str, Any], live: tuple[int, ...]) -> None:
@@ -293,6 +294,7 @@ class ElasticLoader:
 
     def _open_round(self, taken: list[int]) -> None:
         """Start prefetching the tickets of this slot: those just taken, then those that it takes next."""
+        self._close_round()
         self._round = self.plan.round
         self._upcoming.tickets = lambda: chain(taken, self.plan.upcoming(self._slot))
         # A `DataLoader` draws a number of its own between asking the sampler for an iterator and for the first item.
@@ -304,6 +306,17 @@ class ElasticLoader:
         with torch.random.fork_rng(devices=[], enabled=drew_before):
             self._batches = iter(self._inner)
         self._epoch_order()
+
+    def _close_round(self) -> None:
+        batches, self._batches = self._batches, None
+        if not self._inner.persistent_workers:
+            end_workers(batches)
+
+    def close(self) -> None:
+        """End the workers: no batch will be taken any more. May be called twice."""
+        self._close_round()
+        kept, self._inner._iterator = self._inner._iterator, None  # by `persistent_workers`
+        end_workers(kept)
 
     def _make_inner(self) -> DataLoader[Any]:
         source = self._source

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
+from lightning_ft.data.ending_workers import end_workers
 from lightning_ft.data.random_state import random_state, under_random_state
 from lightning_ft.data.source_positions import Memory, SourcePositions
 from lightning_ft.data.stream_plan import StreamPlan
@@ -225,8 +226,14 @@ class StreamLoader:
 
     # The stream.
 
+    def close(self) -> None:
+        """End the workers, unless the user's loader keeps them: no batch will be taken any more. May be called twice."""
+        self._close()
+
     def _close(self) -> None:
-        self._stream = None
+        stream, self._stream = self._stream, None
+        if stream is not getattr(self.source, "_iterator", None):
+            end_workers(stream)
         self._ahead.clear()
         self._used_up = False
 

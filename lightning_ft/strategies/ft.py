@@ -687,6 +687,8 @@ class FTStrategy(ParallelStrategy):
         if self._steps is not None:
             self._steps.close()
         self._steps = self._evaluation = None
+        if self._live is not None and self._live.loader is not None:
+            self._live.loader.close()
         super().teardown()
 
     @classmethod

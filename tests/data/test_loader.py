@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -256,3 +257,16 @@ def test_a_loader_that_resumes_at_the_end_of_an_epoch_goes_on_with_the_next_one(
     resumed.epoch = 1  # Lightning finds out only now
     first = [next(loader) for loader in resumed.loaders]
     assert [as_list(batch) for batch in first] == [ours[0] for ours in stock_batches(36, 2, 1, batch_size=3).values()]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_end_as_soon_as_what_they_read_is_given_up(persistent: bool) -> None:
+    source = DataLoader(Numbers(36), batch_size=2, num_workers=1, persistent_workers=persistent)
+    with closing(ElasticLoader(source, 0, 1, lambda: 0, lambda draw: draw())) as loader:
+        next(iter(loader))
+        held = loader._batches  # as by a cycle that was not collected yet
+        (worker,) = held._workers
+        next(iter(loader))
+        assert worker.is_alive() == persistent
+        held = loader._batches
+    assert not held._workers[0].is_alive()
