@@ -19,6 +19,7 @@ from lightning_ft.data.sampler_state import sampler_loader, sampler_state
 from lightning_ft.loops import logged_results
 from lightning_ft.loops.metrics import load_metric_states, metric_states
 from lightning_ft.loops.moments import FitMoments, Moment, enter_epoch, enter_fit, finish_batch
+from lightning_ft.loops.saved_positions import drop_positions
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class LoaderPosition(Callback):
                 )
             moment = {"within_epoch": False, "epochs": moment["epochs"]}
             section["loaders"] = {}
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # those of rank 0, and read ahead
+        drop_positions(checkpoint["loops"]["fit_loop"])  # those of rank 0, and read ahead
         self._resume = {"moment": moment, **section}
         for loader in self._loaders:
             loader.deferred = True

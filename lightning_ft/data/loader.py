@@ -35,7 +35,8 @@ class ElasticLoader:
     batch is a ticket. A custom batch sampler makes the batches of each rank, as under ``ddp``, and they are dealt out whole.
 
     Args:
-        source: The user's loader over a map-style dataset, with Lightning's ``DistributedSampler`` in it.
+        source: The user's loader over a map-style dataset, with Lightning's ``DistributedSampler`` in it; of its
+            attributes, those that this class lacks are readable here too.
         slot: The slot whose loader this is.
         num_slots: Slots that the epoch's tickets are dealt to.
         current_epoch: Returns the epoch that an iteration begins.
@@ -89,6 +90,11 @@ class ElasticLoader:
         self._inner = self._make_inner()
         self._batches: Iterator[Any] | None = None
         self._round = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
 
     def __len__(self) -> int:
         return self._length
@@ -158,6 +164,11 @@ class ElasticLoader:
 
         That loader may have been one of another number of slots: what it left open of the epoch is dealt out among these.
         """
+        if "num_slots" not in state:
+            raise ValueError(
+                "The checkpoint has the position of a stream of each rank, but the training data is a map-style dataset that"
+                " all ranks read. Resume with the data that it was made with, or from the end of an epoch."
+            )
         if state["num_slots"] != self._made_for:
             self._made_for = state["num_slots"]
             self._make_tickets()

@@ -214,6 +214,11 @@ class StreamLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where another loader was; batches that were not committed are read again."""
+        if "opened_under" not in state:
+            raise ValueError(
+                "The checkpoint has the position of a map-style dataset that all ranks read, but the training data is a"
+                " stream of each rank. Resume with the data that it was made with, or from the end of an epoch."
+            )
         self.plan.load_state_dict(state["plan"])
         self._opened_under = state["opened_under"]
         self._close()

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_ft.loops.saved_positions import drop_positions
+
 
 def settle_counters(checkpoint: dict[str, Any], trainer: Trainer, *, validation_due: bool) -> None:
     """Change the loops' counters in ``checkpoint``.
@@ -60,7 +62,7 @@ def _begin_validation(progress: dict[str, Any]) -> None:
 
 def _begin_epoch(loops: dict[str, Any]) -> None:
     """As at the beginning of the next epoch: with ``max_steps``, Lightning would take up the old one again."""
-    loops["state_dict"].pop("combined_loader", None)
+    drop_positions(loops)
     loops["epoch_loop.batch_progress"]["is_last_batch"] = False
     for name, progress in loops.items():
         if name.startswith("epoch_loop.") and not name.startswith("epoch_loop.val_loop") and name.endswith("_progress"):

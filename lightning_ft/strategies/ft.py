@@ -330,9 +330,9 @@ class FTStrategy(ParallelStrategy):
         self._live.data = TrainingData(
             trainer, self.engine, self._startup, self.broadcast, constant_batch=self._constant_batch
         )
+        self._live.data.watch_source()
         if not isinstance(self.engine, SoloEngine):
             prepare_data_elastically(trainer, self.collectives, lambda: self.is_global_zero)
-            self._live.data.watch_source()
             if self._sharding is None:  # else a replica evaluates together
                 self._live.watch_evaluation()
         VerifiedResume.of(trainer)
@@ -434,10 +434,11 @@ class FTStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if isinstance(self.engine, SoloEngine):
-            return dataloader
         assert self._live is not None
+        assert self._live.data is not None
         trainer = self._live.trainer
+        if isinstance(self.engine, SoloEngine) and not (trainer.training and self._live.data.deals_out(dataloader)):
+            return dataloader
         if trainer.training:
             dataloader = self._live.follow_loader(dataloader)
         else:

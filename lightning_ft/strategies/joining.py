@@ -14,6 +14,7 @@ from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from lightning_ft.loops import logged_results
+from lightning_ft.loops.saved_positions import drop_positions
 from lightning_ft.strategies import changing_modules, tuning
 from lightning_ft.trainer.verified_resume import VerifiedResume
 
@@ -33,7 +34,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     for key in _OWN_DATA:  # arbitrary objects, which the joiner has made by itself
         checkpoint.pop(key, None)
-    checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)  # travels by itself, with the step under way
+    drop_positions(checkpoint["loops"]["fit_loop"])  # they travel by themselves, with the step under way
     connector = trainer._logger_connector
     return {
         "checkpoint": checkpoint,

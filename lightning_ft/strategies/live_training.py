@@ -13,7 +13,7 @@ from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.rows import RowPlan
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.collectives import Collectives
-from lightning_ft.elastic.engine import Change, Engine
+from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.replica import ReplicaLost
 from lightning_ft.events.log import EventLog
 from lightning_ft.sharding.mesh import shard_mesh
@@ -29,7 +29,7 @@ from lightning_ft.strategies.ghost import GhostSteps
 from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.replica_memory import ReplicaMemory
-from lightning_ft.strategies.resumption import load_positions_late
+from lightning_ft.strategies.resumption import load_positions_late, name_positions
 from lightning_ft.strategies.skipped_steps import allow_skipped_steps
 from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.state_digest import state_digest
@@ -155,6 +155,7 @@ class LiveTraining:
         epoch_loop.on_advance_end = end_advance  # type: ignore[method-assign]
         allow_skipped_steps(self.trainer)
         load_positions_late(self.trainer)
+        name_positions(self.trainer, is_solo=isinstance(self._engine, SoloEngine))
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def _survive(self, fit_loop: Any, memory: ReplicaMemory) -> None:
@@ -218,7 +219,7 @@ class LiveTraining:
         assert self.data is not None
         replacement, loader = self.data.make_loader(dataloader)
         if loader is not None:
-            loader.deferred = self._engine.alone
+            loader.deferred = self._engine.alone and not isinstance(self._engine, SoloEngine)
             if isinstance(loader, ElasticLoader) and not self._engine.alone:
                 loader.live = self._slots
             loader.on_take = self._on_take

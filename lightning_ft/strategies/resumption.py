@@ -1,11 +1,19 @@
-"""Has loaders that were made early resume in the middle of an epoch too.
+"""Has loaders resume in the middle of an epoch that know what is left of it.
 
 Lightning makes the training loaders when the fit begins, and gives them their positions from the checkpoint as it does so.
 Code that asks for ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` has them made before the checkpoint's
 loops are restored: then Lightning forgets the positions, and the epoch would be trained from its first batch.
 """
 
+import logging
+from typing import Any
+
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_ft.loops.saved_positions import LIGHTNINGS, OURS
+
+log = logging.getLogger(__name__)
 
 
 def load_positions_late(trainer: Trainer) -> None:
@@ -20,3 +28,41 @@ def load_positions_late(trainer: Trainer) -> None:
             iter(fit_loop._data_fetcher)
 
     fit_loop.setup_data = set_up_data_where_it_was  # type: ignore[method-assign]
+
+
+def name_positions(trainer: Trainer, *, is_solo: bool) -> None:
+    """Have the fit loop keep the positions of our loaders under a name of their own, and look for them there.
+
+    Args:
+        trainer: The trainer.
+        is_solo: Whether a loader may be the user's own, whose position Lightning keeps.
+
+    """
+    fit_loop: Any = trainer.fit_loop
+    save, load = type(fit_loop).on_save_checkpoint.__get__(fit_loop), type(fit_loop).on_load_checkpoint.__get__(fit_loop)
+
+    def save_ours() -> dict[str, Any]:
+        state: dict[str, Any] = save()
+        combined = fit_loop._combined_loader
+        if LIGHTNINGS in state and all(getattr(loader, "keeps_position", False) for loader in combined.flattened):
+            state[OURS] = state.pop(LIGHTNINGS)
+        return state
+
+    def load_ours(state: dict[str, Any]) -> None:
+        positions = state.get(OURS)
+        if positions is None and not is_solo and state.get(LIGHTNINGS):
+            log.warning(
+                "The checkpoint has the position of rank 0's loader, as it was under another strategy. It is left out: the"
+                " epoch begins with its first batches."
+            )
+        if positions is not None and is_solo and any("num_slots" not in position for position in positions):
+            raise MisconfigurationException(
+                "The checkpoint was taken in the middle of an epoch whose data was a stream of each rank, but this process"
+                " is the only one and reads its data by itself. Resume with `lightning-ft run` on as many ranks as there"
+                " were, or from the end of an epoch."
+            )
+        if positions is not None or not is_solo:
+            state = {**state, LIGHTNINGS: positions or []}
+        load(state)
+
+    fit_loop.on_save_checkpoint, fit_loop.on_load_checkpoint = save_ours, load_ours

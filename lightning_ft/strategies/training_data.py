@@ -66,12 +66,16 @@ class TrainingData:
 
         source.dataloader = request_combined  # type: ignore[method-assign]
 
+    def deals_out(self, dataloader: Any) -> bool:
+        """Whether the batches of ``dataloader`` are dealt to the ranks, and are no stream of each."""
+        return self._joint is None and _has_shared_order(dataloader)
+
     def make_loader(self, dataloader: Any) -> tuple[Any, TrainLoader | None]:
         """Collective. Return what Lightning iterates in place of ``dataloader``, and what this rank trains from.
 
         The latter is None while further loaders are to come.
         """
-        if self._joint is None and _has_shared_order(dataloader):
+        if self.deals_out(dataloader):
             elastic = self._make_elastic(dataloader)
             return elastic, elastic
         self._pin_to_slot(dataloader)

@@ -212,10 +212,20 @@ def test_another_number_of_ranks_trains_what_was_left_of_the_epoch(train: Callab
     plan = FaultPlan([Fault(kind="kill", slot=1, point="backward_early", step=9)])
     first = train(plan, name="first", max_steps=11, **options)
     first.job.check()
-    for num_slots in (2, 4):
-        path = str(tmp_path / "first" / "steps" / "step=11.ckpt")
-        second = train(name=f"on {num_slots}", devices=num_slots, ckpt_path=path, **options)
-        second.job.check()
-        assert second.trained_samples(2)[0] == Counter()
-        assert first.trained_samples(2)[1] + second.trained_samples(2)[1] == Counter(range(95))
-        second.assert_ranks_agree()
+    path = str(tmp_path / "first" / "steps" / "step=11.ckpt")
+    second = train(name="on two", devices=2, ckpt_path=path, **options)
+    second.job.check()
+    assert second.trained_samples(2)[0] == Counter()
+    assert first.trained_samples(2)[1] + second.trained_samples(2)[1] == Counter(range(95))
+    second.assert_ranks_agree()
+    # A single process needs no supervisor; from there on four again.
+    (tmp_path / "alone").mkdir()
+    alone = {**options, "strategy": "FTStrategy", "devices": 1, "ckpt_path": path, "max_steps": 13}
+    script = Path(__file__).parent.parent / "strategies" / "jobs" / "train.py"
+    run_without_supervisor(script, [json.dumps(alone)], num_ranks=1, directory=tmp_path / "alone", timeout=170).check()
+    lines = [line for file in (tmp_path / "alone").glob("samples_*.jsonl") for line in file.read_text().splitlines()]
+    trained = Counter(sample for line in lines for sample in json.loads(line)["samples"])
+    assert 4 < trained.total() <= 8
+    last = train(name="on four", devices=4, ckpt_path=str(tmp_path / "alone" / "steps" / "step=13.ckpt"), **options)
+    last.job.check()
+    assert first.trained_samples(2)[1] + trained + last.trained_samples(2)[1] == Counter(range(95))

@@ -22,7 +22,7 @@ def checkpoint_contents(directory: Path) -> dict[str, Any]:
     for path in directory.rglob("*.ckpt"):
         checkpoint = torch.load(path, weights_only=True)
         # The position in the data, which only our loader has.
-        checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", None)
+        checkpoint["loops"]["fit_loop"]["state_dict"].pop("elastic_loaders", None)
         contents[str(path.relative_to(directory))] = checkpoint
     return contents
 
