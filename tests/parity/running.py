@@ -99,6 +99,7 @@ def read(directory: Path) -> Outcome:
 def contents(name: str, path: Path, directory: Path) -> dict[str, Any]:
     if path.suffix == ".ckpt":
         checkpoint = torch.load(path, weights_only=False)
+        checkpoint.pop("lightning_ft", None)  # where the events are
         checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("elastic_loaders", None)  # ours only
         checkpoint.get("callbacks", {}).pop("Timer", None)  # it keeps seconds
         return {name: {key: digest_elsewhere(value, directory) for key, value in checkpoint.items()}}

@@ -21,7 +21,8 @@ def checkpoint_contents(directory: Path) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     for path in directory.rglob("*.ckpt"):
         checkpoint = torch.load(path, weights_only=True)
-        # The position in the data, which only our loader has.
+        # What only ours has: where the events are, and the position in the data.
+        checkpoint.pop("lightning_ft", None)
         checkpoint["loops"]["fit_loop"]["state_dict"].pop("elastic_loaders", None)
         contents[str(path.relative_to(directory))] = checkpoint
     return contents
