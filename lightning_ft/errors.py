@@ -437,3 +437,26 @@ class ResultRejectedError(FaultToleranceError, RuntimeError):
             f"Step {self.step} was rejected: {self.message} ({self.value}). It was not applied. Rerun validation is"
             ' "disabled"; with mode "validate_results" the step is run again to find out why.'
         )
+
+
+class DiscontinuityError(FaultToleranceError, RuntimeError):
+    """After a restart the training did not go on as before, and it was asked to stop then.
+
+    Args:
+        step: The last step before the restart.
+        reason: What the restart was.
+        verdict: What was found.
+
+    """
+
+    def __init__(self, step: int, reason: str, verdict: str) -> None:
+        super().__init__(step, reason, verdict)
+        self.step = step
+        self.reason = reason
+        self.verdict = verdict
+
+    def __str__(self) -> str:
+        return (
+            f"The training did not go on as before {self.verdict}. Checkpoints of step {self.step} and before are from the"
+            ' time before it. Resume from one of them, or use `TrainingHealth(on_discontinuity="warn")` to train on.'
+        )

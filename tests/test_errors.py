@@ -19,6 +19,11 @@ SAMPLES = [
     (errors.UnsupportedStateError("callbacks['A']", "it is an object", "Leave it out."), TypeError, "callbacks['A']"),
     (errors.GatheredParametersError("training_step", "aten.mul"), RuntimeError, "`training_step` used a parameter"),
     (errors.UnusedParametersError(["net.0.bias"]), RuntimeError, "no gradient of net.0.bias"),
+    (
+        errors.DiscontinuityError(9, "rejoin", "after the rejoin at step 9: nan"),
+        RuntimeError,
+        "Checkpoints of step 9 and before",
+    ),
     (errors.ReplicaLostError(2, 3), RuntimeError, "2 of 3 ranks are left"),
     (
         errors.StateUnavailableError(1, "Traceback\n  line 3\nKeyError: 'x'\n"),

@@ -45,6 +45,8 @@ class Engine(Protocol):
     slot: int
     incarnation: int
     num_slots: int
+    seconds_waited: float
+    """For how long this process was in operations; most of that time it waits for others."""
     on_change: Callable[[Change], None]
     activity: Activity
     may_regroup: bool
@@ -196,6 +198,7 @@ class SoloEngine:
     slot = 0
     incarnation = 0
     num_slots = 1
+    seconds_waited = 0.0
     rank = 0
     members = (0,)
     call = 0

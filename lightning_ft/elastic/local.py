@@ -9,6 +9,7 @@ import ctypes
 import gc
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -41,6 +42,7 @@ class LocalEngine(Member):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.seconds_waited = 0.0
         self._calls = 0
         self._ballot: Any = None  # this rank's own result of the operation that is voted on
         self._label = ""
@@ -93,6 +95,7 @@ class LocalEngine(Member):
         if opened is not None and opened.withdrawn:
             opened = None
         self._is_running, self._label = True, label
+        since = time.monotonic()
         try:
             if not voted or self.alone or self.replica.size == 1:
                 result = self._run(label, body, size, inline, opened)
@@ -105,6 +108,7 @@ class LocalEngine(Member):
         finally:
             self._is_running = False
             self._opened = None
+            self.seconds_waited += time.monotonic() - since
 
     def _read_journal(self, label: str) -> Any:
         """Return the result of an operation that was completed before."""

@@ -95,6 +95,20 @@ KINDS: Mapping[str, Kind] = {
     "rewound": Kind("all ranks went back to a snapshot", {"step": int, "batch": int, "lost": int}, {"ms": _NUMBER}),
     "checksum": Kind("what a rank holds after a step", {"step": int, "digest": str}, {"shard": str}),
     "metrics": Kind("values of a step, the same on all ranks", {"step": int}, open=True),
+    "verdict": Kind(
+        "whether the training went on after a restart as before",
+        {"step": int, "reason": str, "outcome": str, "series": str, "num_steps": int},
+        {"usual": _NUMBER | None, "value": _NUMBER | None},
+    ),
+    "taken_back": Kind(
+        "weights of an older checkpoint were loaded into the training", {"step": int, "to": int, "path": str}
+    ),
+    "straggler": Kind(
+        "a rank is slower than the others for some time",
+        {"straggler": int, "seconds": _NUMBER, "over_peers": _NUMBER, "since": int},
+        {"over_past": _NUMBER | None},
+    ),
+    "goodput": Kind("where the time of the training went: seconds, and what was lost to what", {"step": int}, open=True),
     "incomplete": Kind("an evaluation lacks the share of dead ranks", {"stage": str, "step": int, "slots": list}),
     # Data.
     "epoch": Kind("an epoch begins", {"epoch": int, "num_tickets": int | None}, {"global_batch": int}),

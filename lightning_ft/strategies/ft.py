@@ -224,6 +224,22 @@ class FTStrategy(ParallelStrategy):
         return 0 if self._live is None else self._live.num_changes
 
     @property
+    def replicas(self) -> tuple[int, int]:
+        """How many replicas are live, and how many there are if nothing is missing."""
+        replica = self.engine.replica
+        return replica.count, self.engine.num_slots // replica.size
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this process is about to take part in a training that is under way, with the state of a live rank."""
+        return self._live is not None and self._live.has_received
+
+    @property
+    def seconds_waited(self) -> float:
+        """For how long this process communicated with other ranks, or waited for them, since it was started."""
+        return self.engine.seconds_waited
+
+    @property
     def has_own_batch(self) -> bool:
         """Whether the training step under way counts; otherwise this rank only keeps the others company."""
         return self._live is None or self._live.has_own_batch
