@@ -35,6 +35,11 @@ class Killer:
         found = self._logs() - self._earlier
         return found.pop().parent if found else None
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether the job committed a step."""
+        return self.directory is not None and any(event["event"] == "step" for event in read_events(self.directory))
+
     def replicas(self) -> list[list[int]]:
         """Return the slots of the replicas that are whole."""
         assert self.directory is not None

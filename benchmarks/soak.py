@@ -39,7 +39,9 @@ _TIMEOUT = 5.0  # generous for a loaded machine
 _FULL_DISK_SECONDS = 1.0
 _LONGEST_PAUSE_IN_A_PAIR = 0.1
 _PROGRESS_SECONDS = 10.0
+_SECONDS_TO_START = 90.0
 _SECONDS_TO_END = 90.0
+_SHORTEST_RUN = 3.0
 _FAR = 1_000_000  # more than a run has processes or batches
 _ASKED_TO_STOP = 128 + signal.SIGTERM
 
@@ -100,7 +102,7 @@ def run_round(seed: int, seconds: float, kinds: list[str]) -> Counter[str]:
         print(f"seed {seed}: {' '.join(plan.arguments)}", flush=True)
         log = root / "output.txt"
         counts: Counter[str] = Counter()
-        strikes, end = iter(plan.strikes), time.monotonic() + seconds
+        strikes = iter(plan.strikes)
         runs: list[Path] = []
         while True:
             killer = Killer(root)
@@ -108,7 +110,10 @@ def run_round(seed: int, seconds: float, kinds: list[str]) -> Counter[str]:
                 job = subprocess.Popen(
                     command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=subprocess.STDOUT
                 )
-            is_asked = _strike_for(end, strikes, killer, job, counts)
+            _wait_for_start(killer, job)
+            started = time.monotonic()
+            is_asked = _strike_for(max(seconds, _SHORTEST_RUN), strikes, killer, job, counts)
+            seconds -= time.monotonic() - started
             if not is_asked:
                 (root / "stop").touch()
             try:
@@ -129,14 +134,18 @@ def run_round(seed: int, seconds: float, kinds: list[str]) -> Counter[str]:
         return counts
 
 
-def _strike_for(
-    end: float, strikes: Iterator[Strike], killer: Killer, job: subprocess.Popen[bytes], counts: Counter[str]
-) -> bool:
-    """Strike until ``end``; return whether the job was asked to stop before."""
-    start_up = time.monotonic() + 60
-    while not killer.settled() and job.poll() is None and time.monotonic() < start_up:
+def _wait_for_start(killer: Killer, job: subprocess.Popen[bytes]) -> None:
+    """Return once a step is committed: what a rank raises before that is the program's fault, and ends the job."""
+    start_up = time.monotonic() + _SECONDS_TO_START
+    while not killer.has_stepped and job.poll() is None and time.monotonic() < start_up:
         time.sleep(0.2)
-    end, tell_at = max(end, time.monotonic() + 1.0), time.monotonic() + _PROGRESS_SECONDS
+
+
+def _strike_for(
+    seconds: float, strikes: Iterator[Strike], killer: Killer, job: subprocess.Popen[bytes], counts: Counter[str]
+) -> bool:
+    """Strike for ``seconds``; return whether the job was asked to stop before they were over."""
+    end, tell_at = time.monotonic() + seconds, time.monotonic() + _PROGRESS_SECONDS
     harmed: set[int] = set()
     for strike in strikes:
         time.sleep(min(strike.after, max(0.0, end - time.monotonic())))
@@ -200,7 +209,7 @@ def _check(runs: list[Path]) -> Counter[str]:
     counts = Counter(joins=len(record.joins), steps=len(record.steps))
     digests: dict[int, set[str]] = {}
     for event in events:
-        if event["event"] == "checksum":
+        if event["event"] == "weights":
             digests.setdefault(event["step"], set()).add(event["digest"])
     counts["divergences"] = sum(len(values) > 1 for values in digests.values())
     counts["divergences"] += len(record.steps_lost) + len(record.conflicts)

@@ -136,7 +136,7 @@ class Checksums(Callback):
                 values += state.values()
             for value in gather_full(values):
                 digest.update(torch.as_tensor(value).numpy().tobytes())
-            trainer.strategy.events.emit("checksum", step=trainer.global_step, digest=digest.hexdigest()[:16])
+            trainer.strategy.events.emit("weights", step=trainer.global_step, digest=digest.hexdigest()[:16])
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,11 @@ PLACES = {
         "Callback.on_validation_start",
     ],
 }
+GROUP = "group@backward" if sys.version_info >= (3, 11) else "chained@backward"
 WAYS = {
     1: ["_exit@forward", "abort@training_step", "exit 3@on_train_epoch_end", "interrupt@validation_step"],
     2: ["segfault@forward", "exit text@training_step", "long@Metric.compute", "memory@on_after_backward"],
-    3: ["unprintable@forward", "unpicklable@Optimizer.step", "chained@training_step"],
+    3: ["unprintable@forward", "unpicklable@Optimizer.step", "chained@training_step", GROUP],
 }
 HOW = {
     "_exit": "exit code 3",
@@ -70,6 +72,7 @@ HOW = {
     "unprintable": "Unprintable: <its text is not known: RuntimeError in __str__>",
     "unpicklable": "Unpicklable: in Optimizer.step",
     "chained": "Refused: in training_step",
+    "group": "ExceptionGroup: in backward of slot 3 (2 sub-exceptions)",
 }
 
 
@@ -231,6 +234,42 @@ def test_a_sample_that_cannot_be_read_ends_the_job_with_its_traceback(workers: i
     assert job.job.returncode == 1
     assert job.count("Refused: sample 7 is broken" if workers == 0 else "Refused: Caught Refused in DataLoader worker") == 1
     assert "Refused" in job.told[-1]
+
+
+def test_a_training_outlives_samplers_and_workers_that_fail_as_they_begin(tmp_path: Path) -> None:
+    places = {0: ["Sampler.__iter__"], 1: ["worker_init"]}  # rank 0 draws the order for all
+    job = run(tmp_path, places=places, workers=1, sampler=True, ft={"min_replicas": 3})
+    assert_went_on(job, places)
+    assert job.names(0) == job.names(1) == ["fault", *RAISED]
+    assert job.count("Refused: in Sampler.__iter__ of slot 0") == 1
+    assert job.count("Refused: Caught Refused in DataLoader worker") == 1
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"1": ["test_step"], "2": ["Callback.on_test_end"], "3": ["predict_step"]},
+        {"1": ["on_test_epoch_end"], "2": ["DataModule.predict_dataloader"], "3": ["Callback.on_predict_epoch_end"]},
+    ],
+    ids=["steps", "epochs"],
+)
+def test_others_go_on_with_a_test_or_predictions_in_which_one_rank_raises(
+    places: dict[str, list[str]], tmp_path: Path
+) -> None:
+    job = run(tmp_path, devices=4, places=places, calls=["fit", "test", "predict"], max_epochs=1)
+    job.job.check()
+    assert [name for name in job.names(0) if name not in RAISED] == ["end"]
+    for slot, (place,) in places.items():
+        assert job.names(int(slot))[-5:] == ["fault", *RAISED]
+        assert job.count(f"Refused: in {place} of slot {slot}") == 1
+
+
+def test_what_all_ranks_raise_in_a_test_ends_the_job(tmp_path: Path) -> None:
+    places = {str(slot): ["Callback.on_test_batch_start"] for slot in range(3)}
+    job = run(tmp_path, places=places, calls=["fit", "test"], max_epochs=1)
+    assert job.job.returncode == 1
+    assert all(job.names(slot)[-5:] == ["fault", *RAISED] for slot in range(3))
+    assert "so did every other member, without a step in between" in job.told[-1]
 
 
 @pytest.mark.parametrize("place", ["training_step", "Callback.on_train_batch_end"])

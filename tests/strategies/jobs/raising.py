@@ -6,12 +6,14 @@ written into ``seen_*.jsonl``.
 """
 
 import atexit
+import builtins
 import ctypes
 import json
 import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_ft import FTStrategy
 
@@ -44,7 +46,9 @@ class Options:
     max_steps: int = -1
     workers: int = 0
     checkpoints: bool = False
-    call: str = "fit"
+    sampler: bool = False
+    """Whether the user's own sampler draws the order."""
+    calls: tuple[str, ...] = ("fit",)
 
 
 OPTIONS = Options(**json.loads(sys.argv[1]))
@@ -117,6 +121,8 @@ def fail(how: str, text: str) -> None:
             error.__cause__ = ValueError("the cause")
         case "interrupt":
             error = KeyboardInterrupt()
+        case "group":
+            error = builtins.ExceptionGroup(text, [Refused("one"), ValueError("two")])
     raise error
 
 
@@ -142,9 +148,13 @@ CALLBACK_HOOKS = [name for name in vars(Callback) if name.startswith("on_") or n
 MODULE_HOOKS = [
     *(name for name in dir(LightningModule) if name.startswith(("on_", "configure_")) and not name.endswith("export")),
     *("setup", "training_step", "validation_step", "forward", "backward", "optimizer_step", "optimizer_zero_grad"),
+    *("test_step", "predict_step"),
     *("lr_scheduler_step", "transfer_batch_to_device", "state_dict", "prepare_data", "configure_gradient_clipping"),
 ]
-DATA_HOOKS = ["setup", "train_dataloader", "val_dataloader", "on_before_batch_transfer", "state_dict", "prepare_data"]
+DATA_HOOKS = [
+    *(f"{name}_dataloader" for name in ("train", "val", "test", "predict")),
+    *("setup", "on_before_batch_transfer", "state_dict", "prepare_data"),
+]
 LOGGER_METHODS = ["log_metrics", "save", "log_hyperparams", "after_save_checkpoint"]
 NOT_PLACES = {"on_gpu", "on_exception", "configure_sharded_model"}
 
@@ -177,6 +187,15 @@ class Samples(Dataset[Tensor]):
         if index == OPTIONS.index:
             raise Refused(f"sample {index} is broken")
         return torch.full((4,), float(index))
+
+
+@fail_in("__iter__", prefix="Sampler.")
+class Order(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self)).tolist())
+
+    def __len__(self) -> int:
+        return len(Samples())
 
 
 @fail_in("update", "compute", "reset", prefix="Metric.")
@@ -213,6 +232,12 @@ class Model(LightningModule):
         self.mean(self(batch))
         self.log("val", self.mean)
 
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", self(batch), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch)
+
     def configure_optimizers(self) -> Any:
         optimizer = Optimizer(self.parameters(), lr=1e-3)
         return [optimizer], [Scheduler(optimizer, 1)]
@@ -235,10 +260,18 @@ def init_worker(worker: int) -> None:
 class Data(LightningDataModule):
     def train_dataloader(self) -> Any:
         workers = {"num_workers": OPTIONS.workers, "worker_init_fn": init_worker} if OPTIONS.workers else {}
-        return DataLoader(Samples(), batch_size=2, shuffle=True, collate_fn=collate, **workers)
+        samples = Samples()
+        order = {"sampler": Order()} if OPTIONS.sampler else {"shuffle": True}
+        return DataLoader(samples, batch_size=2, collate_fn=collate, **order, **workers)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Samples(), batch_size=4)
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(Samples(), batch_size=2)
+
+    def predict_dataloader(self) -> Any:
+        return DataLoader(Samples(), batch_size=2)
 
     def on_exception(self, exception: BaseException) -> None:
         see("DataModule.on_exception", exception=type(exception).__name__)
@@ -300,7 +333,9 @@ def main() -> None:
         log_every_n_steps=1,
         num_sanity_val_steps=0 if OPTIONS.at_step else 2,
     )
-    getattr(trainer, OPTIONS.call)(Model(), datamodule=Data())
+    model, data = Model(), Data()
+    for call in OPTIONS.calls:
+        getattr(trainer, call)(model, datamodule=data)
     see("end", step=trainer.global_step)
     Path(f"end_{SLOT}.json").write_text(json.dumps({"step": trainer.global_step, "incarnation": INCARNATION}))
 
