@@ -38,6 +38,7 @@ from lightning_ft.checkpoint.writer_process import sync_directory
 from lightning_ft.testing.processes import descendants
 
 METHODS = ("ours", "torch.save", "dcp.save", "dcp.save+fsync", "async_save thread", "async_save process")
+MODES = {1: "replicated", 2: "sharded"}
 Start = Callable[[Path], Callable[[], bool]]
 
 
@@ -314,7 +315,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--saves", type=int, default=100)
-    parser.add_argument("--modes", nargs="+", default=["replicated", "sharded"])
+    parser.add_argument("--shard-size", type=int, choices=(1, 2), help="1: replicated, 2: sharded; both by default")
     parser.add_argument("--skip-process", action="store_true")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help="where to save; a temporary directory by default")
@@ -324,7 +325,7 @@ def main() -> None:
         return
     keys: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        for mode in options.modes:
+        for mode in [mode for size, mode in MODES.items() if options.shard_size in (None, size)]:
             keys |= summarize(mode, run_mode(options, mode, directory))
     print(json.dumps({name: round(value, 3) for name, value in keys.items()}))
 

@@ -35,7 +35,7 @@ def export_checkpoint(
     _check_target(Path(target))
     verify(source)
     checkpoint = read_checkpoint(Path(source), weights_only)
-    _write(Path(target), lambda path: torch.save(checkpoint, path))
+    _write(Path(target), lambda path: _save(checkpoint, path))
 
 
 def export_safetensors(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> list[str]:
@@ -73,6 +73,15 @@ def _state_dict(source: Path) -> dict[str, Any]:
     return state_dict_of(torch.load(source, map_location="cpu", weights_only=True))
 
 
+def _save(checkpoint: dict[str, Any], path: Path) -> None:
+    with open(path, "wb") as file:
+        try:
+            torch.save(checkpoint, file)
+        except RuntimeError as error:
+            # torch tells that it is at an unexpected position, because of the error before.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+
+
 def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tied weights become two, which loads into a module that ties them as well as into one that does not."""
     seen: set[int] = set()
@@ -96,7 +105,12 @@ def _write(target: Path, write: Callable[[Path], None]) -> None:
     """Have a file there whole or not at all."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        write(temporary)
+        try:
+            write(temporary)
+        except OSError as error:
+            raise OSError(error.errno, f"The file can't be written: {error.strerror}", os.fspath(target)) from error
+        except Exception as error:  # safetensors has errors of its own
+            raise OSError(errno.EIO, f"The file can't be written: {error}", os.fspath(target)) from error
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
             os.fsync(descriptor)

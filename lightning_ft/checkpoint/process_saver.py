@@ -112,8 +112,12 @@ class ProcessSaver:
     def close(self) -> None:
         """Finish what was begun."""
         crashed = getattr(sys, "last_value", None) is not None  # its peers may have, too, and are not waited for as long
-        with suppress(TimeoutError):
-            self._saver.wait(_PATIENCE_AFTER_AN_EXCEPTION if crashed else None)
+        try:
+            self._saver.wait(_PATIENCE_AFTER_AN_EXCEPTION)
+        except TimeoutError as error:
+            log.warning("%s%s", error, "" if crashed else " The process waits for it before it ends.")
+            if not crashed:
+                self._saver.wait()
         deadline = time.monotonic() + _TIME_TO_LEARN_THE_VERDICT
         while self._rank == 0 and not self._all_know() and time.monotonic() < deadline:
             time.sleep(_POLL)  # the store may end with this process

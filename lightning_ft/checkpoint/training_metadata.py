@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,7 +56,7 @@ class TrainingMetadata:
     extra: Any
     loader_state: Any
     typed_scheduler_state: Any
-    rng: Any
+    rng: Any = field(repr=False)
     world_size: int
     status: Literal["native", "transformed", "transform_required"]
 

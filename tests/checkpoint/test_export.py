@@ -1,3 +1,4 @@
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,14 @@ def test_commands_tell_what_is_there_and_what_is_damaged(
     assert "MB" in capsys.readouterr().out
     assert "its directory does not exist: '" in str(run(f"export {good} {tmp_path}/none/out.ckpt")).replace("]", "]")
     assert "there is a directory of this name" in str(run(f"export {good} {good}"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        told = [str(run(f"export {good} {tmp_path}/full.ckpt {option}")) for option in ("", "--safetensors")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert all("The file can't be written: " in line and "File too large" in line for line in told), told
+    assert not [path for path in tmp_path.iterdir() if "full" in path.name]
     assert f"{tmp_path}/none is no directory." in str(run(f"ls {tmp_path}/none"))
     assert "is damaged: meta.pt" in str(run(f"export {bad} {tmp_path}/bad.ckpt"))
     assert not (tmp_path / "bad.ckpt").exists()
