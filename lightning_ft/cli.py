@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn, get_args
 
 from lightning_ft.checkpoint import commands as checkpoint_commands
+from lightning_ft.dump import commands as dump_commands
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.events import proof
 from lightning_ft.supervision.command import exec_supervisor
@@ -22,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a training script with several ranks that may die"))
     checkpoint_commands.add_to(commands.add_parser("ckpt", help="list, verify, export or remove checkpoints"))
+    dump_commands.add_to(commands.add_parser("dump", help="list, show or compare what TensorDump wrote"))
     proof.add_to(commands.add_parser("data", help="tell which batches were trained, by whom, which twice and which never"))
     words, program = _split_program(words) if words[:1] == ["run"] else (words, [])
     arguments = parser.parse_args(words, argparse.Namespace(program=program))

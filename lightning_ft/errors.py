@@ -334,6 +334,24 @@ class WorldSizeChangedError(FaultToleranceError, RuntimeError):
         )
 
 
+class DumpError(FaultToleranceError, RuntimeError):
+    """A dump can't be read.
+
+    Args:
+        path: The dump.
+        reason: Why.
+
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"The dump {self.path} can't be read: {self.reason}."
+
+
 class CheckpointNotCommittedError(FaultToleranceError, RuntimeError):
     """A checkpoint that was to be saved does not exist; nothing is left of it.
 

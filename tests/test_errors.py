@@ -41,6 +41,7 @@ SAMPLES = [
         "Nothing was loaded on any rank: rank 1: KeyError: 'x'",
     ),
     (errors.WorldSizeChangedError("ckpt/a", 2, 3), RuntimeError, "ckpt/a is of 2 ranks, and there are 3"),
+    (errors.DumpError("dumps/a", "it is cut off"), RuntimeError, "The dump dumps/a can't be read: it is cut off."),
     (errors.ResultRejectedError("loss is NaN", "nan", 7), RuntimeError, "Step 7 was rejected: loss is NaN (nan)"),
 ]
 

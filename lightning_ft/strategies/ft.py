@@ -38,6 +38,7 @@ from lightning_ft.elastic.options import Policy, SupervisionOptions
 from lightning_ft.elastic.process_group import install_once
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
+from lightning_ft.elastic.replica import Replica
 from lightning_ft.events.log import EventLog
 from lightning_ft.sharding.apply import ShardedModule
 from lightning_ft.sharding.describe import describe_units
@@ -217,6 +218,11 @@ class FTStrategy(ParallelStrategy):
     def members(self) -> tuple[int, ...]:
         """Slots of the live ranks, by rank."""
         return self.engine.members
+
+    @property
+    def replica(self) -> Replica:
+        """The ranks that hold a copy of the module together, as this rank knows them."""
+        return self.engine.replica
 
     @property
     def num_changes(self) -> int:
