@@ -133,8 +133,8 @@ class TrainingHealth(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        has_joined = getattr(trainer.strategy, "has_joined", False)
-        self._monitor.start(trainer.global_step, _members(trainer), resumed=trainer.global_step > 0 and not has_joined)
+        joins = getattr(trainer.strategy, "has_joined", False)
+        self._monitor.start(trainer.global_step, _members(trainer), joins=joins)
         self._waited = getattr(trainer.strategy, "seconds_waited", 0.0)
         self._logged_at = trainer.global_step
         self._forget_batches()

@@ -47,11 +47,19 @@ class Goodput:
         if self._since is None:
             self._since = self._clock()
 
-    def start(self, step: int) -> None:
-        """The training begins with ``step`` done: the time since :meth:`begin` was set-up; before it, nothing ran."""
+    def start(self, step: int, *, joins: bool = False) -> None:
+        """The training begins with ``step`` done: the time since :meth:`begin` was set-up; before it, nothing ran.
+
+        Args:
+            step: How many steps are done.
+            joins: It is under way, and the account is that of a rank which was in it all the time.
+
+        """
         self.begin()
         assert self._since is not None
-        if self._left is not None:
+        if joins:
+            self._since, self._left = self._clock(), None
+        elif self._left is not None:
             saved, left_at = self._left
             if left_at == step:  # else it goes on from something else
                 self._before += max(0.0, self._since - saved)

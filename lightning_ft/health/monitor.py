@@ -77,13 +77,13 @@ class HealthMonitor:
 
     # Steps.
 
-    def start(self, step: int, members: Membership, *, resumed: bool) -> None:
-        """The training begins with ``step`` done; ``resumed`` if it goes on from what was saved."""
+    def start(self, step: int, members: Membership, *, joins: bool = False) -> None:
+        """The training begins with ``step`` done; if it ``joins``, it is under way on other ranks."""
         self.step, self._members = step, members
         self._own.clear()
-        self._reasons = Reason.RESUME if resumed else Reason(0)
+        self._reasons = Reason.RESUME if step and not joins else Reason(0)
         self.outages.start(step, members.slots, members.num_slots)
-        self.goodput.start(step)
+        self.goodput.start(step, joins=joins)
 
     def go_back(self, step: int) -> None:
         """All ranks are back at ``step``."""

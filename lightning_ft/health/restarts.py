@@ -4,19 +4,13 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from lightning_ft.elastic.checks import check_count
+from lightning_ft.health.series import Finding, Outcome, Series
 from lightning_ft.rerun.baseline import Baseline
 
-Outcome = Literal["continuous", "spike", "drop", "nan", "undecided"]
-_Finding = tuple[Outcome, str, float | None, float | None]  # outcome, series, usual, value
-
-_MEMORY = 512  # steps that a rollback may go back and still be judged by what was before
-_FAR = 2.0  # times the upper end of the usual range
-_HEAD = 5  # first steps, which are looked at by themselves, too
-_FEW = 3  # values that are too few to have a median
+_WORST_FIRST: tuple[Outcome, ...] = ("nan", "spike", "drop", "undecided", "continuous")
 
 
 @dataclass(frozen=True)
@@ -65,6 +59,17 @@ class _Window:
     tolerance: float = 1.0
     values: list[tuple[int, dict[str, float]]] = field(default_factory=list)
 
+    def of(self, name: str) -> list[float]:
+        return [known[name] for _, known in self.values if name in known]
+
+    def to_list(self) -> list[Any]:
+        return [self.step, list(self.reasons), self.tolerance, [[step, dict(known)] for step, known in self.values]]
+
+    @classmethod
+    def from_list(cls, parts: Sequence[Any]) -> "_Window":
+        step, reasons, tolerance, values = parts
+        return cls(step, list(reasons), tolerance, [(at, dict(known)) for at, known in values])
+
 
 class RestartWatch:
     """Judges restarts, causally: by the values before a restart and those of some steps after it.
@@ -93,8 +98,10 @@ class RestartWatch:
         self.window = window
         self.num_unusual = 0
         """Steps outside of such windows with a value that is no usual one."""
-        self._baselines = {name: Baseline.of_norms() if index else Baseline() for index, name in enumerate(series)}
-        self._entered: dict[str, deque[tuple[int, float]]] = {name: deque(maxlen=_MEMORY) for name in series}
+        self._series = {
+            name: Series(Baseline.of_norms() if index else Baseline(), drops=index == 0, window=window)
+            for index, name in enumerate(series)
+        }
         self._open: _Window | None = None
         self._held: deque[dict[str, float]] | None = None  # the last values of a divergence; None: there is none
         self._last_step = -1
@@ -142,7 +149,7 @@ class RestartWatch:
         if step <= self._last_step:
             verdict = self.restart(step - 1, "rollback")
         self._last_step = step
-        known = {name: float(value) for name, value in values.items() if name in self._baselines}
+        known = {name: float(value) for name, value in values.items() if name in self._series}
         if self._open is not None:
             self._open.values.append((step, known))
             if len(self._open.values) >= self.window or self._is_certain(self._open):
@@ -165,9 +172,8 @@ class RestartWatch:
         if verdict.outcome != "undecided":
             self._held = None
         elif window.values:  # nothing tells whether they go together with what was before
-            for name, baseline in self._baselines.items():
-                baseline.forget()
-                self._entered[name].clear()
+            for series in self._series.values():
+                series.forget()
         for step, values in window.values:
             self._enter(step, values)
         return verdict
@@ -177,74 +183,37 @@ class RestartWatch:
         self._open = self._held = None
         self._go_back(step)
 
-    def _judge(self, window: _Window) -> Verdict:
-        reason, count = "+".join(window.reasons), len(window.values)
-        found: list[_Finding] = []
-        for position, name in enumerate(self._baselines):
-            values = [values[name] for _, values in window.values if name in values]
-            if values:
-                tolerance = window.tolerance if position else 1.0
-                found.append(self._compare(name, values, tolerance, drops=position == 0))
-        for outcome in ("nan", "spike", "drop", "undecided", "continuous"):  # the worst of them
-            for kind, name, usual, value in found:
-                if kind == outcome:
-                    series = "" if kind in ("undecided", "continuous") else name
-                    return Verdict(window.step, reason, kind, series, usual, value, count)
-        return Verdict(window.step, reason, "undecided", "", None, None, count)
-
     def _is_certain(self, window: _Window) -> bool:
         """Whether no further step could make up for what was seen."""
-        (_, newest) = window.values[-1]
-        for position, name in enumerate(self._baselines):
-            if name in newest and self._baselines[name].judge(newest[name]).is_bad:
-                values = [values[name] for _, values in window.values if name in values]
-                if self._find_bad(name, values, window.tolerance if position else 1.0) is not None:
-                    return True
-        return False
+        return any(
+            name in window.values[-1][1] and series.is_ruled_out(window.of(name), self._tolerance(name, window))
+            for name, series in self._series.items()
+        )
 
-    def _find_bad(self, name: str, values: list[float], tolerance: float) -> _Finding | None:
-        """Return what single values say."""
-        baseline = self._baselines[name]
-        for value in values:
-            if not math.isfinite(value):
-                return "nan", name, baseline.judge(0.0).usual, value
-        judged = [(value, found) for value in values if (found := baseline.judge(value / tolerance)).kind == "spike"]
-        if not judged:
-            return None
-        # One value above the range happens by itself once in ten thousand steps; that of the restart stands further out,
-        # or not alone. During the warm-up only one is above it that is absurd.
-        worst, found = max(judged, key=lambda pair: pair[0])
-        usual = found.usual
-        if len(judged) > 1 or usual is None or worst / tolerance > usual + _FAR * (found.high - usual):
-            return "spike", name, usual, worst
-        return None
+    def _judge(self, window: _Window) -> Verdict:
+        found = {
+            name: series.compare(values, self._tolerance(name, window))
+            for name, series in self._series.items()
+            if (values := window.of(name))
+        }
+        name, finding = min(found.items(), key=_badness, default=("", Finding("undecided", None, math.nan)))
+        is_at_odds = finding.outcome in ("nan", "spike", "drop")
+        return Verdict(
+            window.step,
+            "+".join(window.reasons),
+            finding.outcome,
+            name if is_at_odds else "",
+            finding.usual,
+            finding.value if found else None,
+            len(window.values),
+        )
 
-    def _compare(self, name: str, values: list[float], tolerance: float, *, drops: bool) -> _Finding:
-        baseline = self._baselines[name]
-        bad = self._find_bad(name, values, tolerance)
-        if bad is not None:
-            return bad
-        middle = median(values)
-        usual = baseline.judge(middle).usual
-        if usual is None:
-            return "undecided", name, None, middle
-        recent = [value for _, value in self._entered[name]][-2 * self.window :]
-        for part in (values, values[:_HEAD], values[1 : 1 + _HEAD]):  # it may recover soon, or begin one step later
-            if _moved(recent, [value / tolerance for value in part], 1.0 + baseline.jump):
-                return "spike", name, usual, median(part)
-        if drops and _moved(recent, values, 1.0 - baseline.jump):
-            return "drop", name, usual, middle
-        return "continuous", name, usual, middle
+    def _tolerance(self, name: str, window: _Window) -> float:
+        return 1.0 if name == next(iter(self._series)) else window.tolerance
 
     def _enter(self, step: int, values: Mapping[str, float]) -> bool:
         """Remember what is usual; return whether something was not."""
-        unusual = False
-        for name, value in values.items():
-            if self._baselines[name].observe(value).is_bad:
-                unusual = True
-            else:
-                self._entered[name].append((step, value))
-        return unusual
+        return not all([self._series[name].enter(step, value) for name, value in values.items()])
 
     def _hold(self, step: int, values: dict[str, float]) -> None:
         """Remember nothing of a divergence until it is over."""
@@ -256,21 +225,15 @@ class RestartWatch:
             self._held = None
 
     def _go_back(self, step: int) -> None:
-        """Let what is usual be what it was at ``step``."""
-        for name, entered in self._entered.items():
-            while entered and entered[-1][0] > step:
-                entered.pop()
-            baseline = self._baselines[name]
-            state = baseline.state_dict()
-            baseline.load_state_dict({**state, "values": [value for _, value in entered]})
+        for series in self._series.values():
+            series.go_back(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen; plain data."""
         window = self._open
         return {
-            "baselines": {name: baseline.state_dict() for name, baseline in self._baselines.items()},
-            "entered": {name: [list(pair) for pair in entered] for name, entered in self._entered.items()},
-            "window": None if window is None else [window.step, window.reasons, window.tolerance, _listed(window.values)],
+            "series": {name: series.state_dict() for name, series in self._series.items()},
+            "window": None if window is None else window.to_list(),
             "held": None if self._held is None else list(self._held),
             "last_step": self._last_step,
             "num_unusual": self.num_unusual,
@@ -278,39 +241,13 @@ class RestartWatch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was seen; a window that was open goes on, too."""
-        for name, baseline in self._baselines.items():
-            baseline.load_state_dict(state["baselines"][name])
-            pairs = [(int(step), float(value)) for step, value in state["entered"][name]]
-            self._entered[name] = deque(pairs, maxlen=_MEMORY)
-        self._open = None
-        if state["window"] is not None:
-            step, reasons, tolerance, values = state["window"]
-            self._open = _Window(step, list(reasons), tolerance, [(at, dict(found)) for at, found in values])
+        for name, series in self._series.items():
+            series.load_state_dict(state["series"][name])
+        self._open = None if state["window"] is None else _Window.from_list(state["window"])
         self._held = None if state["held"] is None else deque(state["held"], maxlen=self.window)
         self._last_step = int(state["last_step"])
         self.num_unusual = int(state["num_unusual"])
 
 
-def _moved(before: list[float], after: list[float], factor: float) -> bool:
-    """Whether the median moved by ``factor`` at least, and values before and after hardly overlap.
-
-    A fall that was under way already is no move: it is taken to go on as fast.
-    """
-    half = len(before) // 2
-    older, newer = before[:half], before[half:]
-    if len(after) < _FEW or len(newer) < _FEW or min(*before, *after) <= 0.0:
-        return False
-    usual = median(newer)
-    if factor < 1.0:
-        fall = min(1.0, usual / median(older))
-        low = fall * _part(newer, 0.1)
-        return median(after) < factor * fall * usual and _part(after, 0.9) < low
-    return median(after) > factor * usual and _part(after, 0.1) > _part(newer, 0.9)
-
-
-def _part(values: list[float], part: float) -> float:
-    return sorted(values)[round(part * (len(values) - 1))]
-
-
-def _listed(values: list[tuple[int, dict[str, float]]]) -> list[list[Any]]:
-    return [[step, dict(found)] for step, found in values]
+def _badness(named: tuple[str, Finding]) -> int:
+    return _WORST_FIRST.index(named[1].outcome)

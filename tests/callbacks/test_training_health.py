@@ -52,7 +52,7 @@ def fit(
         accelerator="cpu",
         devices=1,
         max_steps=steps,
-        callbacks=[health, LoaderPosition(), *callbacks],
+        callbacks=[*([health] if health else []), LoaderPosition(), *callbacks],
         default_root_dir=directory,
         logger=False,
         enable_progress_bar=False,
@@ -65,8 +65,11 @@ def fit(
 
 def test_resumption_is_judged_by_the_steps_before_the_checkpoint(tmp_path):
     first = TrainingHealth()
-    fit(first, 64, tmp_path).save_checkpoint(tmp_path / "good.ckpt")
+    trainer = fit(first, 64, tmp_path)
+    trainer.save_checkpoint(tmp_path / "good.ckpt")
     assert first.verdicts == []
+    unwatched = fit(None, 64, tmp_path).lightning_module.state_dict()
+    assert all(torch.equal(weight, unwatched[name]) for name, weight in trainer.lightning_module.state_dict().items())
     second = TrainingHealth(on_discontinuity="stop")
     fit(second, 100, tmp_path, tmp_path / "good.ckpt")
     assert [str(verdict) for verdict in second.verdicts] == ["after the resume at step 64: continuous"]
@@ -169,7 +172,7 @@ def test_deaths_rejoins_and_stragglers_are_told_alike_by_all_ranks(tmp_path):
 
 def test_training_goes_back_on_all_ranks_and_stops_if_that_is_no_better(tmp_path):
     plan = FaultPlan([Fault(kind="kill", slot=1, point="gradients_ready", step=45)])
-    options = {"strategy": "ft", "devices": 2, "steps": 400, "damaged": True, "save": True}
+    options = {"strategy": "ft", "devices": 2, "steps": 400, "damaged": True, "save": True, "rich": True}
     options["health"] = {"on_discontinuity": "rollback"}
     job = run_job(SCRIPT, [json.dumps(options)], num_slots=2, faults=plan, directory=tmp_path, timeout=300)
     assert job.returncode != 0
@@ -182,6 +185,8 @@ def test_training_goes_back_on_all_ranks_and_stops_if_that_is_no_better(tmp_path
     assert back["to"] <= verdicts[1]["step"] < back["step"] == verdicts[2]["step"]
     assert back["to"] % 25 == 0
     assert told(tmp_path) == {}
+    assert "last_fault: slot" in job.stdout
+    assert "goodput: 0." in job.stdout
 
 
 def test_slow_forward_pass_of_a_rank_is_told_under_ddp(tmp_path):

@@ -88,3 +88,19 @@ def test_time_between_two_fits_of_a_process_is_not_counted(clock):
     goodput.start(2)
     train(goodput, clock, range(3, 5))
     assert (goodput.seconds, goodput.fraction) == (4.0, 1.0)
+
+
+def test_rank_that_joins_goes_on_with_the_account_of_the_others(clock):
+    first = Goodput(clock)
+    first.start(0)
+    train(first, clock, range(1, 11))
+    joiner = Goodput(clock)
+    joiner.begin()
+    clock.now += 5
+    first.end_step(11, 5.0)
+    joiner.load_state_dict(json.loads(json.dumps(first.state_dict(11))))
+    clock.now += 1
+    joiner.start(11, joins=True)
+    first.end_step(12, 1.0)
+    train(joiner, clock, range(12, 13))
+    assert (joiner.seconds, joiner.lost) == (first.seconds - 1.0, first.lost)

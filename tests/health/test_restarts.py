@@ -125,7 +125,7 @@ def test_rollback_is_judged_by_what_was_before_the_step_it_goes_back_to():
     for step in range(190, 210):  # nobody tells of the rollback
         verdict = watch.observe(step, {"loss": losses[step - 1]}) or verdict
     assert (verdict.reason, verdict.step, verdict.outcome) == ("rollback", 189, "continuous")
-    assert watch.state_dict()["entered"]["loss"][-21][0] == 189
+    assert watch.state_dict()["series"]["loss"]["entered"][-21][0] == 189
 
 
 def test_norm_of_the_mean_of_fewer_gradients_may_be_larger_after_a_death():

@@ -47,7 +47,7 @@ def test_all_ranks_conclude_the_same_also_one_that_joined_in_between():
     both = Membership(0, (0, 1), 2, 2, 2)
     monitors = [HealthMonitor(5, 10), HealthMonitor(5, 10)]
     for monitor in monitors:
-        monitor.start(0, both, resumed=False)
+        monitor.start(0, both)
 
     def train(steps, members, monitors, loss=2.0):
         found = []
@@ -68,7 +68,7 @@ def test_all_ranks_conclude_the_same_also_one_that_joined_in_between():
     assert monitors[0].outages.away == {1: 41}
     joiner = HealthMonitor(5, 10)
     joiner.load_state_dict(monitors[0].state_dict())
-    joiner.start(53, Membership(2, (0, 1), 2, 2, 2), resumed=False)
+    joiner.start(53, Membership(2, (0, 1), 2, 2, 2), joins=True)
     (verdict,) = train(range(54, 61), Membership(2, (0, 1), 2, 2, 2), [monitors[0], joiner], loss=20.0)
     assert (verdict.reason, verdict.outcome, verdict.step) == ("rejoin", "spike", 53)
     assert joiner.restarts.state_dict() == monitors[0].restarts.state_dict()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -83,7 +83,8 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     seed_everything(2, verbose=False)
     health = TrainingHealth(peak_flops=1e12, **options.get("health", {}))
-    callbacks: list[Any] = [health, TQDMProgressBar(refresh_rate=1)]
+    bar = RichProgressBar(refresh_rate=1) if options.get("rich") else TQDMProgressBar(refresh_rate=1)
+    callbacks: list[Any] = [health, bar]
     callbacks += [AsyncCheckpoint("saved", every_n_train_steps=25, save_top_k=-1)] if options.get("save") else []
     callbacks += [DamagedOnReturn()] if options.get("damaged") else []
     strategy: Any = options["strategy"]
