@@ -6,7 +6,6 @@ Run as ``python -m lightning_ft.supervision.supervisor --num-slots N -- PROGRAM`
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import secrets
@@ -16,16 +15,15 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
-from lightning_ft.elastic.channel import Channel, accept, listen
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import NO_SLOT, Assign, Enter, FromRank, FromSupervisor, RankEnvironment
 from lightning_ft.events.log import EventLog
 from lightning_ft.supervision import program
 from lightning_ft.supervision.actions import Action, Ask, Finish, Notice, Record, Send, Show, Signal, Spawn
 from lightning_ft.supervision.command import SUPERVISOR_MODULE
+from lightning_ft.supervision.conversations import Conversations, Process
 from lightning_ft.supervision.host_memory import HostMemory
 from lightning_ft.supervision.membership import Membership
 from lightning_ft.supervision.memory import OutOfMemoryKills
@@ -41,14 +39,6 @@ log = logging.getLogger(SUPERVISOR_MODULE)  # __name__ is "__main__" here
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _STORE_HOST = "127.0.0.1"
-
-
-@dataclass
-class _Process:
-    slot: int  # negative: a spare
-    incarnation: int
-    pid: int
-    channels: list[Channel[FromRank]] = field(default_factory=list)  # the first is answered; others bring last words
 
 
 class _Speaker(logging.Handler):
@@ -76,8 +66,8 @@ class Supervisor:
         self._starter = starter
         self._membership = Membership(num_slots)
         self._spares = Spares()
-        self._processes: dict[int, _Process] = {}  # by process id
-        self._slots: dict[int, _Process] = {}
+        self._processes: dict[int, Process] = {}  # by process id
+        self._slots: dict[int, Process] = {}
         self._selector = selectors.DefaultSelector()
         starter.watch(self._selector, self._on_started)
         self._memory_kills = OutOfMemoryKills()
@@ -86,8 +76,7 @@ class Supervisor:
         self._events.emit("run", run_id=self._run_id, num_slots=num_slots, pid=os.getpid())
         self._memory = HostMemory(num_slots)
         self._store = _start_store()
-        self._listener, self._address = listen()
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._conversations = Conversations(self._selector, self._find, self._on_message)
         self._wakeup = self._handle_signals()
         self._writer = Writer(on_room=self._wake)
         self._output = Output(self._selector, self._writer.write)
@@ -110,7 +99,7 @@ class Supervisor:
             for pid in self._processes:
                 end_group(pid)  # spares, and what they started
             self._starter.close()
-            self._listener.close()
+            self._conversations.close()
             self._writer.close()
             self._events.close()
             self._memory.close()
@@ -164,7 +153,7 @@ class Supervisor:
             slot=max(slot, NO_SLOT),
             incarnation=incarnation,
             num_slots=self._num_slots,
-            supervisor=self._address,
+            supervisor=self._conversations.address,
             store_host=_STORE_HOST,
             store_port=self._store.port,
             run_id=self._run_id,
@@ -181,7 +170,7 @@ class Supervisor:
 
     def _on_started(self, pid: int, key: tuple[int, int]) -> None:
         slot, incarnation = key
-        self._processes[pid] = self._slots[slot] = _Process(slot, incarnation, pid)
+        self._processes[pid] = self._slots[slot] = Process(slot, incarnation, pid)
         if slot < 0:
             self._events.emit("spare", pid=pid)
         else:
@@ -223,8 +212,7 @@ class Supervisor:
             pid = peeked.si_pid
             if pid not in self._processes:
                 self._starter.settle()  # it may be a rank that was faster than the news of its start
-            while self._accept():
-                pass  # what it said before it ended
+            self._conversations.accept_all()  # what it said before it ended
             if pid in self._processes:
                 end_group(pid)  # before the next line: until then nobody else can have this number
             _, status = os.waitpid(pid, 0)
@@ -233,10 +221,8 @@ class Supervisor:
             if process is not None:
                 self._bury(process, os.waitstatus_to_exitcode(status), ran_out)
 
-    def _bury(self, process: _Process, code: int, ran_out: bool) -> None:
-        for channel in list(process.channels):
-            self._receive(process, channel)  # its last words explain its end
-            self._hang_up(process, channel)
+    def _bury(self, process: Process, code: int, ran_out: bool) -> None:
+        self._conversations.end(process)  # its last words explain its end
         del self._slots[process.slot]
         self._output.close(process.slot)
         if process.slot < 0:
@@ -246,47 +232,19 @@ class Supervisor:
             hint = "the kernel ran out of memory" if ran_out and code == -signal.SIGKILL else None
             self._membership.exited(process.slot, process.incarnation, code, time.monotonic(), hint)
 
-    # The control channel.
+    # What ranks say.
 
-    def _accept(self) -> bool:
-        """Accept one connection; return whether there was one."""
-        accepted = accept(self._listener)
-        if accepted is None:
-            return False
-        channel, pid = accepted
+    def _find(self, pid: int) -> Process | None:
+        """Return the process with this number, if it is one of the job's."""
         if pid not in self._processes:
             self._starter.settle()
-        process = self._processes.get(pid)
-        if process is None:
-            log.warning("Process %d asked to be a rank, but is none.", pid)
-            channel.close()
-            return True
-        process.channels.append(channel)
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._converse(process, channel))
-        return True
+        return self._processes.get(pid)
 
-    def _converse(self, process: _Process, channel: Channel[FromRank]) -> None:
-        with contextlib.suppress(OSError):  # receive will see the same
-            channel.flush()
-        self._watch(channel)
-        self._receive(process, channel)
-        if channel.eof:
-            self._hang_up(process, channel)
+    def _send(self, slot: int, message: FromSupervisor) -> None:
+        if (process := self._slots.get(slot)) is not None:
+            self._conversations.send(process, message)
 
-    def _receive(self, process: _Process, channel: Channel[FromRank]) -> None:
-        while True:
-            try:
-                messages = channel.receive()
-            except ValueError as error:
-                log.warning("Slot %d sent what is no message (%s).", process.slot, error)
-                channel.eof = True
-                return
-            if not messages:
-                return
-            for message in messages:
-                self._on_message(process, message)
-
-    def _on_message(self, process: _Process, message: FromRank) -> None:
+    def _on_message(self, process: Process, message: FromRank) -> None:
         if process.slot < 0:
             self._on_message_of_spare(process.slot, message)
             return
@@ -299,29 +257,6 @@ class Supervisor:
             self._spares.parked(spare, message["call"])
         elif message["type"] == "exception":
             log.warning("A spare raised %s: %s.", message["exception"], message["message"])
-
-    def _send(self, slot: int, message: FromSupervisor) -> None:
-        process = self._slots.get(slot)
-        if process is None or not process.channels:
-            return
-        channel = process.channels[0]
-        try:
-            channel.send(message)
-        except OSError:
-            return  # it is ending; SIGCHLD will say so
-        self._watch(channel)
-
-    def _watch(self, channel: Channel[FromRank]) -> None:
-        """Ask for the moment when a rank takes what it did not take yet."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.pending else 0)
-        key = self._selector.get_key(channel)
-        if key.events != events:
-            self._selector.modify(channel, events, key.data)
-
-    def _hang_up(self, process: _Process, channel: Channel[FromRank]) -> None:
-        self._selector.unregister(channel)
-        channel.close()
-        process.channels.remove(channel)
 
     # Signals.
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -116,9 +117,11 @@ class Sender(Callback):
         assert options.signal is not None
         # From outside, as a cluster manager does: what a rank sends to its own workers means something else.
         command = ["kill", f"-{options.signal.removeprefix('SIG')}", *map(str, pids)]
+        arrived = note_arrival(getattr(signal, options.signal))
         for _ in range(options.times):
             subprocess.run(command, check=options.to != "all")
             time.sleep(0.02)
+        assert arrived.wait(120.0)  # it may take the supervisor more than a step to pass it on
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -130,6 +133,21 @@ class Sender(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         Path(f"exception_{SLOT}").write_text(f"{type(exception).__name__} {trainer.global_step}")
+
+
+def note_arrival(number: int) -> threading.Event:
+    """Return what is set once this process received the signal, unless that ends it."""
+    arrived, handle = threading.Event(), signal.getsignal(number)
+    if not callable(handle):
+        arrived.set()
+        return arrived
+
+    def note(signum: int, frame: Any) -> None:
+        arrived.set()
+        handle(signum, frame)
+
+    signal.signal(number, note)
+    return arrived
 
 
 def with_descendants(pid: int) -> list[int]:
