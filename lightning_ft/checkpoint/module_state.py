@@ -71,11 +71,15 @@ def parameters_by_name(module: Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def changing(module: Module) -> MayChange:
-    """Return which tensors may change in forward and backward passes: all but parameters and optimizers' states."""
+    """Return which tensors may change before the next optimizer step: all but parameters and optimizers' states.
+
+    Options of an optimizer may: a scheduler changes a learning rate that is a tensor.
+    """
     still = {_memory(parameter) for parameter in module.parameters()}
 
     def may_change(name: str, tensor: Tensor) -> bool:
-        return not (name.startswith("optimizer_") or _memory(tensor) in still)
+        of_optimizer = name.startswith("optimizer_") and ".param_groups." not in name
+        return not (of_optimizer or _memory(tensor) in still)
 
     return may_change
 

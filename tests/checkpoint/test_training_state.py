@@ -1,12 +1,13 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ft.checkpoint import (
     async_save_training_state,
@@ -139,6 +140,73 @@ def test_what_does_not_fit_is_told_before_anything_changes(
     assert torch.equal(module.weight, weights + 1)
     load_training_state(module, optimizer, tmp_path / "a")
     assert torch.equal(module.weight, weights)
+
+
+class Tied(nn.Module):
+    """Has a parameter under two names, a frozen one, a buffer, and state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("count", torch.tensor(3))
+        self.own: Any = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.b(self.a(inputs))
+
+    def get_extra_state(self) -> Any:
+        return {"own": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.own = state
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (str(value.dtype), value.tolist())
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    return [plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torch.optim.LBFGS,
+        torch.optim.Adafactor,
+        torch.optim.NAdam,
+        partial(torch.optim.SGD, lr=0.1),
+        partial(torch.optim.AdamW, lr=torch.tensor(0.1), foreach=False, amsgrad=True),
+    ],
+)
+def test_every_optimizer_comes_back_and_saving_changes_none(kind: Any, num_steps: int, tmp_path: Path) -> None:
+    def make() -> tuple[Tied, torch.optim.Optimizer]:
+        module = Tied()
+        return module, kind(module.parameters())
+
+    def train(module: Tied, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = module(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            return loss.item()
+
+        for _ in range(num_steps):
+            optimizer.step(closure)
+        return plain([module.state_dict(), optimizer.state_dict()])
+
+    module, optimizer = make()
+    before = train(module, optimizer, num_steps)
+    save_training_state(module, optimizer, tmp_path / "a", step=num_steps)
+    assert plain([module.state_dict(), optimizer.state_dict()]) == before
+    other, its_optimizer = make()
+    load_training_state(other, its_optimizer, tmp_path / "a")
+    assert plain([other.state_dict(), its_optimizer.state_dict()]) == before
+    assert other.own == {"own": 1}
+    assert train(other, its_optimizer, 1) == train(module, optimizer, 1)
 
 
 def test_a_save_that_failed_leaves_the_one_before_and_is_told_once(
