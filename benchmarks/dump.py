@@ -102,15 +102,17 @@ class Blocks(Callback):
         )
 
 
-def measure(config: dict[str, Any], options: argparse.Namespace, directory: str) -> tuple[Blocks, float]:
+def measure(
+    config: dict[str, Any], options: argparse.Namespace, directory: str, *, rounds: int, block: int
+) -> tuple[Blocks, float]:
     """Return the blocks of a training with this config, and the bytes that were dumped."""
     seed_everything(1, verbose=False)
     dump = TensorDump(directory, config=config)
-    blocks = Blocks(dump, options.block)
+    blocks = Blocks(dump, block)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=options.block * (2 * options.rounds + 2),
+        max_steps=block * (2 * rounds + 3),
         callbacks=[blocks, dump],
         logger=False,
         enable_checkpointing=False,
@@ -129,7 +131,8 @@ def measure(config: dict[str, Any], options: argparse.Namespace, directory: str)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="Pairs of blocks.")
+    parser.add_argument("--rounds", type=int, default=8, help="Pairs of blocks while dumping.")
+    parser.add_argument("--idle-rounds", type=int, default=60, help="Pairs of single steps while idle.")
     parser.add_argument("--block", type=int, default=4, help="Steps of a block.")
     parser.add_argument("--length", type=int, default=128, help="Tokens of a sequence.")
     parser.add_argument("--batch-size", type=int, default=4)
@@ -139,13 +142,15 @@ def main() -> None:
     torch.set_num_threads(1)
     base = {"enable": True, "filter": ["output:*@Linear"], "max_bytes": options.max_bytes}
     with tempfile.TemporaryDirectory() as directory:
-        idle, _ = measure({**base, "rollouts": [10**9]}, options, str(Path(directory, "idle")))
-        dumping, size = measure(base, options, str(Path(directory, "dumping")))
+        nothing = {**base, "rollouts": [10**9]}
+        idle, _ = measure(nothing, options, str(Path(directory, "idle")), rounds=options.idle_rounds, block=1)
+        place = str(Path(directory, "dumping"))
+        dumping, size = measure(base, options, place, rounds=options.rounds, block=options.block)
     num_steps = options.block * len(dumping.seconds[True])
     result = {
         "ratio_idle": round(idle.ratio(), 4),
         "ratio_dumping": round(dumping.ratio(), 4),
-        "step_ms": round(1e3 * statistics.median(idle.seconds[False]) / options.block, 1),
+        "step_ms": round(1e3 * statistics.median(idle.seconds[False]), 1),
         "mb_per_step": round(size / num_steps / 1e6, 1),
         "peak_bytes": dumping.dump.peak_bytes,
         "max_bytes": options.max_bytes,

@@ -9,6 +9,7 @@ Example::
 
 """
 
+from lightning_ft.dump.diff import assert_dumps_equal
 from lightning_ft.testing.assertions import (
     assert_every_ticket_once,
     assert_metrics_equal,
@@ -27,6 +28,7 @@ __all__ = [
     "Fault",
     "FaultPlan",
     "JobResult",
+    "assert_dumps_equal",
     "assert_every_ticket_once",
     "assert_metrics_equal",
     "assert_reconfigurations",
