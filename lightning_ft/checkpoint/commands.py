@@ -12,9 +12,11 @@ from pathlib import Path
 from lightning_ft.checkpoint.export import export_checkpoint, export_safetensors
 from lightning_ft.checkpoint.layout import MANIFEST, METADATA
 from lightning_ft.checkpoint.leftovers import discard
-from lightning_ft.checkpoint.reader import candidates
+from lightning_ft.checkpoint.reader import Candidate, candidates, places
 from lightning_ft.checkpoint.verify import verify
 from lightning_ft.errors import DamagedCheckpointError
+
+_DEPTH = 2
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +47,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def _list(dirpath: str) -> None:
     if not os.path.isdir(dirpath):
         sys.exit(f"{dirpath} is no directory.")
-    found = candidates(dirpath)
+    found = _found(dirpath)
     rows: list[tuple[str, ...]] = [("NAME", "STEP", "EPOCH", "RANKS", "MB", "SAVED", "")]
     for candidate in found:
-        name, saved = os.path.basename(candidate.path), datetime.fromtimestamp(candidate.created).isoformat(" ", "seconds")
+        name = os.path.relpath(candidate.path, dirpath)
+        saved = datetime.fromtimestamp(candidate.created).isoformat(" ", "seconds")
         try:
             manifest = verify(candidate.path, "sizes")
         except DamagedCheckpointError as error:
@@ -67,6 +70,12 @@ def _list(dirpath: str) -> None:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _found(dirpath: str) -> list[Candidate]:
+    """Return the checkpoints in a directory and a little below it: metrics whose names have a ``/`` make directories."""
+    inside = [candidate for place in places(dirpath, _DEPTH) for candidate in candidates(place)]
+    return sorted(inside, key=lambda candidate: -candidate.created)
+
+
 def _size(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
@@ -75,7 +84,7 @@ def _size(path: Path) -> int:
 def _verify(paths: Iterable[str], sizes: bool) -> None:
     num_damaged = 0
     for path in paths:
-        inside = [candidate.path for candidate in candidates(path)] if _holds_checkpoints(Path(path)) else []
+        inside = [candidate.path for candidate in _found(path)] if _holds_checkpoints(Path(path)) else []
         for checkpoint in inside or [path]:
             try:
                 manifest = verify(checkpoint, "sizes" if sizes else "full")

@@ -58,11 +58,12 @@ def test_commands_tell_what_is_there_and_what_is_damaged(
     stock = tmp_path / "stock.ckpt"
     shutil.copytree(good, stock, ignore=shutil.ignore_patterns("manifest.json", "rank-*"))
     torch.save({}, tmp_path / "single.ckpt")
+    shutil.copytree(good, tmp_path / "epoch=0-val" / "loss=1.ckpt")
     (bad / "meta.pt").write_bytes(b"")
     assert run(f"ls {tmp_path}") == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert next(iter(lines)) == "NAME"
-    assert lines.keys() == {"NAME", "single.ckpt", "stock.ckpt", "step=2.ckpt", "step=1.ckpt"}
+    assert lines.keys() == {"NAME", "single.ckpt", "stock.ckpt", "step=2.ckpt", "step=1.ckpt", "epoch=0-val/loss=1.ckpt"}
     assert "damaged: meta.pt has 0 bytes instead of" in lines["step=2.ckpt"]
     assert lines["stock.ckpt"].endswith("no manifest")
 
@@ -94,7 +95,13 @@ def test_commands_tell_what_is_there_and_what_is_damaged(
     assert "notes is no checkpoint. Nothing was removed." in str(run(f"rm {bad} {tmp_path}/notes"))
     assert bad.exists()
     assert run(f"rm {bad} {tmp_path}/single.ckpt") == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "out.ckpt", "step=1.ckpt", "stock.ckpt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch=0-val",
+        "notes",
+        "out.ckpt",
+        "step=1.ckpt",
+        "stock.ckpt",
+    ]
 
 
 def test_objects_are_exported_when_they_are_trusted(
