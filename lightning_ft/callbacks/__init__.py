@@ -3,7 +3,8 @@
 from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
 from lightning_ft.callbacks.loader_position import LoaderPosition
 from lightning_ft.callbacks.replica_checksums import ReplicaChecksums
+from lightning_ft.callbacks.rerun_validation import RerunValidation
 from lightning_ft.callbacks.tensor_dump import TensorDump
 from lightning_ft.callbacks.training_health import TrainingHealth
 
-__all__ = ["AsyncCheckpoint", "LoaderPosition", "ReplicaChecksums", "TensorDump", "TrainingHealth"]
+__all__ = ["AsyncCheckpoint", "LoaderPosition", "ReplicaChecksums", "RerunValidation", "TensorDump", "TrainingHealth"]

@@ -94,6 +94,11 @@ KINDS: Mapping[str, Kind] = {
     "accumulated": Kind("a batch was trained of which no step is made yet", {"batch": int, **_CONTENT}),
     "rewound": Kind("all ranks went back to a snapshot", {"step": int, "batch": int, "lost": int}, {"ms": _NUMBER}),
     "checksum": Kind("what a rank holds after a step", {"step": int, "digest": str}, {"shard": str}),
+    "rejection": Kind(
+        "a value of a step was rejected",
+        {"step": int, "epoch": int, "batch_idx": int, "rank": int, "name": str, "verdict": str, "action": str},
+        {"value": object, "rerun_value": object, "expected": str},
+    ),
     "metrics": Kind("values of a step, the same on all ranks", {"step": int}, open=True),
     "verdict": Kind(
         "whether the training went on after a restart as before",

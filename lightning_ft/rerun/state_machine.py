@@ -74,6 +74,7 @@ class RerunStateMachine:
             taken for broken.
         stats_interval: Steps between two reports of determinism statistics.
         device: Of this rank, for the tracker file and to know it again.
+        restores_random_state: Whether a rerun begins with the random numbers of the step; if not, the caller sees to it.
         job: Name of the job, the same on all its ranks; default: that of SLURM or torchrun, if there is one.
 
     Raises:
@@ -95,6 +96,7 @@ class RerunStateMachine:
         max_reruns: int = 3,
         stats_interval: int = 100,
         device: str = "cpu",
+        restores_random_state: bool = True,
         job: str | None = None,
     ) -> None:
         check_count("RerunStateMachine", "max_reruns", max_reruns, least=1)
@@ -112,6 +114,7 @@ class RerunStateMachine:
         """After a resumption: the rank whose inputs are run here; default: this rank's own."""
         self.statistics: dict[str, DeterminismStatistics] = {}
         self._save, self._restore = state_save_func, state_restore_func
+        self._restores_random_state = restores_random_state
         self._max_reruns, self._stats_interval = max_reruns, stats_interval
         self._where = [platform.node(), device]
         self._saved: Any = None
@@ -310,7 +313,8 @@ class RerunStateMachine:
         self.current_iteration += 1
         self.state = RerunState.INITIAL_RUN
         if self._mode != RerunMode.DISABLED:
-            self._saved = (random_state(), self._save() if self._save is not None else None)
+            random = random_state() if self._restores_random_state else None
+            self._saved = (random, self._save() if self._save is not None else None)
         for iterator in iterators:
             iterator.advance()
         return True
@@ -334,7 +338,8 @@ class RerunStateMachine:
     def _go_back(self, iterators: list[RerunDataIterator]) -> None:
         """Have everything as it was when the step began."""
         random, user = self._saved
-        set_random_state(random)
+        if random is not None:
+            set_random_state(random)
         if self._restore is not None:
             self._restore(user)
         for iterator in iterators:

@@ -613,6 +613,33 @@ class FTStrategy(ParallelStrategy):
         self._steps.commit()
         return output
 
+    def check_gradients_with(self, check: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:
+        """Have gradients judged before they are applied; for callbacks, once a fit has started.
+
+        Args:
+            check: Gets what runs the last forward and backward pass of a step and leaves averaged gradients; returns what
+                is to run instead. That may run it again, after any earlier passes of the step, and put None in the place
+                of gradients that are not to be applied, all that alike on all ranks.
+
+        Raises:
+            MisconfigurationException: If passes of a step may stand for missing ranks.
+
+        """
+        if self._constant_batch:
+            raise MisconfigurationException(
+                '`FTStrategy(global_batch="constant")` does not run steps again, since a step may have passes of missing'
+                ' ranks in it. Use `global_batch="shrink"`.'
+            )
+        assert self._steps is not None
+        self._steps.checked = check
+
+    @contextmanager
+    def as_batch(self, is_own: bool) -> Generator[None, None, None]:
+        """While this is entered, an earlier batch of the step is run again, which counts on this rank or does not."""
+        assert self._live is not None
+        with self._live.as_batch(is_own):
+            yield
+
     # Collectives.
 
     @override

@@ -7,10 +7,10 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_ft.elastic.collectives import Collectives
+from lightning_ft.loops.metric_state import blank_state, metric_state, restore_metric
 
 
 class GhostSteps:
@@ -87,27 +87,3 @@ def _would_be_of_nothing(metric: Metric, state: dict[str, Any]) -> bool:
     if metric.meta.is_mean_reduction:
         return not state["cumulated_batch_size"]
     return math.isinf(state["value"])
-
-
-def metric_state(metric: Metric) -> dict[str, Any]:
-    """Return what :func:`restore_metric` needs to bring ``metric`` back to where it is."""
-    state: dict[str, Any] = {}
-    for name in metric._defaults:
-        value = getattr(metric, name)
-        state[name] = list(value) if isinstance(value, list) else value.detach().clone()
-    # Not `has_reset` and `_computed`: on them depends what is reduced at the end of the epoch, on all ranks alike.
-    return {**state, "_update_count": metric._update_count}
-
-
-def blank_state(metric: Metric) -> dict[str, Any]:
-    """Return the state of ``metric`` before its first update."""
-    state: dict[str, Any] = {
-        name: [] if isinstance(value, list) else value.clone() for name, value in metric._defaults.items()
-    }
-    return {**state, "_update_count": 0}
-
-
-def restore_metric(metric: Metric, saved: dict[str, Any]) -> None:
-    """Bring ``metric`` back to a state that it had."""
-    for name, value in saved.items():
-        object.__setattr__(metric, name, value) if isinstance(value, Tensor | list) else setattr(metric, name, value)

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -95,6 +95,7 @@ class LiveTraining:
         if constant_batch:
             self.extra = ExtraPasses(trainer, pl_module, collectives, self._ghosts, self._batch.close, self._begin_ghost)
         self._slots: tuple[int, ...] = ()
+        self._replayed: bool | None = None
         self._pause_agreed = False
         self._own_groups: list[Any] = []
         self._received: dict[str, Any] | None = None
@@ -207,7 +208,17 @@ class LiveTraining:
     @property
     def has_own_batch(self) -> bool:
         """Whether the batch under way counts; otherwise this rank only keeps the others company."""
-        return self.loader is None or self.loader.has_own_batch
+        return self._replayed if self._replayed is not None else self.loader is None or self.loader.has_own_batch
+
+    @contextmanager
+    def as_batch(self, is_own: bool) -> Iterator[None]:
+        """Let an earlier batch of the step be the one under way: it is run again, and counts or does not."""
+        weight = self._collectives.weight
+        self._replayed, self._collectives.weight = is_own, float(is_own)
+        try:
+            yield
+        finally:
+            self._replayed, self._collectives.weight = None, weight
 
     @property
     def is_last_batch(self) -> bool:

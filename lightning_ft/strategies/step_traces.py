@@ -7,7 +7,7 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import Metric
 
-from lightning_ft.strategies.ghost import blank_state, metric_state, restore_metric
+from lightning_ft.loops.metric_state import blank_state, metric_state, restore_metric
 
 
 class StepTraces:

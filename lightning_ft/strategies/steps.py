@@ -57,6 +57,8 @@ class TrainingSteps:
         self._micro_batches: list[bool] = []  # since the last average: whether each counts
         self._num_extra = 0  # batches of missing replicas in the same time, which this rank ran
         self._reduced: Reduced | None = None
+        self.checked: Callable[[Callable[[], Any]], Callable[[], Any]] = lambda closure: closure
+        """Wraps what ends with averaged gradients, which it may run several times, alike on all ranks."""
 
     def close(self) -> None:
         """Take the hooks off the parameters. May be called twice."""
@@ -120,7 +122,7 @@ class TrainingSteps:
     def wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return what ``optimizer`` is to call instead of ``closure``."""
         if self._is_automatic:
-            closure = self._redoing(self._reducing(closure))
+            closure = self._redoing(self.checked(self._reducing(closure)))
         if isinstance(optimizer, LBFGS):  # decides by the loss how often it calls the closure, and how far it goes
             closure = agree_on_loss(closure, self._collectives)
         return closure

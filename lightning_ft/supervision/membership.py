@@ -237,6 +237,9 @@ class Membership:
                 if not other.veteran:  # on its way to those who are about to end
                     self._roster.kill(other)
             return
+        if message["exception"] == "RerunExit":  # of all ranks; an exit code that launchers know
+            self._conclude(message["code"], f"Ends with code {message['code']}: {message['message']}.", now)
+            return
         if self._failures.is_new(message):
             self._roster.act(Show(rank.slot, message["traceback"]))
         if not is_second and self._signal is None and message["code"] != 0:

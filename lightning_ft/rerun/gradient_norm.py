@@ -1,0 +1,44 @@
+"""The norm of all gradients together."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[Parameter]) -> Tensor | None:
+    """Collective among the ranks that share sharded parameters. Return the 2-norm of all gradients, None without any."""
+    plain: list[Tensor] = []
+    sharded: dict[object, tuple[DTensor, list[Tensor]]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            key = (gradient.device_mesh, gradient.placements)
+            sharded.setdefault(key, (gradient, []))[1].append(_norm(gradient.to_local()))
+        else:
+            plain.append(_norm(gradient))
+    squares = [torch.stack(plain).square().sum()] if plain else []
+    for gradient, norms in sharded.values():
+        square = torch.stack(norms).square().sum()
+        for dimension, placement in enumerate(gradient.placements):
+            if placement.is_shard():
+                dist.all_reduce(square, dist.ReduceOp.SUM, gradient.device_mesh.get_group(dimension))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt() if squares else None
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if not gradient.numel():
+        return gradient.new_zeros((), dtype=torch.float64)
+    # Squares of float16 overflow at a norm of 256, sums of bfloat16 stand still.
+    is_half = gradient.dtype in (torch.float16, torch.bfloat16)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32 if is_half else None)
+    return norm.double()

@@ -1,0 +1,279 @@
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ft import FTStrategy
+from lightning_ft.callbacks import RerunValidation
+from lightning_ft.testing import run_job, run_without_supervisor
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+Fault = Callable[["Model", int, Tensor], Tensor]
+
+
+class Model(LightningModule):
+    """Has all that a rerun must restore: dropout, BatchNorm, noise, metrics, logged values."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+        self.error = torchmetrics.MeanSquaredError()
+        self.fault = fault
+        self.calls: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        outputs = self.net(inputs + 0.01 * torch.randn_like(inputs)).float()
+        loss = nn.functional.mse_loss(outputs, targets)
+        self.error(outputs, targets)
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        self.calls.append(batch_idx)
+        if self.fault is not None:
+            loss = self.fault(self, batch_idx, loss)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("count", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Outputs(Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]) if outputs else math.nan)
+
+
+Training = tuple[Trainer, Model, Outputs]
+
+
+def once(batch_idx: int, kind: Callable[[Tensor], Tensor]) -> Fault:
+    """A fault of the device that happens in one batch, and not when that is run again."""
+    done: list[int] = []
+
+    def fault(model: Model, index: int, loss: Tensor) -> Tensor:
+        if index == batch_idx and not done:
+            done.append(index)
+            return kind(loss)
+        return loss
+
+    return fault
+
+
+def always(batch_idx: int, kind: Callable[[Tensor], Tensor]) -> Fault:
+    return lambda model, index, loss: kind(loss) if index == batch_idx else loss
+
+
+def nan(loss: Tensor) -> Tensor:
+    return loss * math.nan
+
+
+def spike(loss: Tensor) -> Tensor:
+    return loss * 1e6
+
+
+def fit(
+    validation: RerunValidation | None,
+    fault: Fault | None = None,
+    *,
+    model: Model | None = None,
+    num_batches: int = 36,
+    accumulate: int = 1,
+    **options: Any,
+) -> Training:
+    seed_everything(3, verbose=False)
+    inputs = torch.randn(4 * num_batches, 8)
+    data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+    model, outputs = model or Model(), Outputs()
+    model.fault = fault
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        **QUIET,
+        callbacks=[outputs, *([] if validation is None else [validation])],
+        **options,
+    )
+    trainer.fit(model, data)
+    return trainer, model, outputs
+
+
+def assert_same_training(one: Training, other: Training, *, told_before: int | None = None) -> None:
+    """Also what hooks saw, but for the loss of a batch that was through, within its step, before the fault was known."""
+    for (name, value), (_, known) in zip(one[1].state_dict().items(), other[1].state_dict().items(), strict=True):
+        assert torch.equal(value, known), name
+    assert one[0].callback_metrics == other[0].callback_metrics
+    assert one[0].global_step == other[0].global_step
+    differing = [
+        index for index, losses in enumerate(zip(one[2].losses, other[2].losses, strict=True)) if len({*losses}) > 1
+    ]
+    assert differing == ([] if told_before is None else [told_before])
+    progress = [
+        training[0].fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict() for training in (one, other)
+    ]
+    assert progress[0] == progress[1]
+    assert torch.equal(
+        one[0].strategy.optimizers[0].state_dict()["state"][0]["exp_avg"],
+        other[0].strategy.optimizers[0].state_dict()["state"][0]["exp_avg"],
+    )
+
+
+HALF = {"plugins": lambda: [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))]}
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": dict,
+    "bf16": lambda: {"precision": "bf16-mixed"},
+    "fp16": lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))]},
+    "ft": lambda: {"strategy": FTStrategy(), "gradient_clip_val": 0.1},
+}
+
+
+@pytest.mark.parametrize(("options", "accumulate"), [("plain", 1), ("plain", 3), ("bf16", 3), ("fp16", 1), ("ft", 3)])
+def test_after_a_transient_fault_everything_is_as_without_it(options: str, accumulate: int) -> None:
+    known = fit(None, accumulate=accumulate, num_batches=66, **OPTIONS[options]())
+    assert math.isfinite(known[2].losses[-1])
+    for batch_idx, kind in ((1, nan), (64, nan), (65, spike)):
+        validation = RerunValidation()
+        fault = once(batch_idx, kind)
+        ours = fit(validation, fault, accumulate=accumulate, num_batches=66, **OPTIONS[options]())
+        rows = [row for row in validation.rows if row["batch_idx"] // accumulate == batch_idx // accumulate]
+        assert {(row["rank"], row["verdict"], row["action"]) for row in rows} == {(0, "transient_error", "rerun")}
+        assert len(ours[1].calls) == 66 + accumulate * len({row["step"] for row in validation.rows})
+        is_inner = batch_idx % accumulate < accumulate - 1
+        assert_same_training(ours, known, told_before=batch_idx if is_inner else None)
+
+
+def test_without_faults_nothing_is_run_twice_and_nothing_is_different() -> None:
+    validation = RerunValidation()
+    ours, known = fit(validation), fit(None)
+    assert_same_training(ours, known)
+    assert ours[1].calls == list(range(36))
+    assert not validation.rows
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("action", ["skip_batch", "skip_update", "apply"])
+def test_a_poisoned_batch_has_the_effect_that_was_asked_for(accumulate: int, action: Any) -> None:
+    validation = RerunValidation(on_correct=action, without_opinion="assume_correct")
+    trainer, model, _ = fit(validation, always(7, nan), accumulate=accumulate)
+    row = validation.rows[0]
+    assert (row["verdict"], row["action"], row["batch_idx"] // accumulate) == ("correct_result", action, 7 // accumulate)
+    assert trainer.global_step == 36 // accumulate
+    assert all(value.isfinite().all() for value in model.state_dict().values()) == (action != "apply")
+    assert math.isfinite(trainer.callback_metrics["loss_epoch"]) == (action == "skip_batch")
+    assert trainer.callback_metrics["count"] == 36
+    if action != "apply":  # after which every step is
+        assert [row["name"] for row in validation.rows] == ["loss"]
+
+
+def test_a_skipped_batch_leaves_weights_optimizer_buffers_and_metrics_as_they_were() -> None:
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 7:
+                self.before = self.state(trainer, pl_module)
+
+        def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 7:
+                assert str(self.before) == str(self.state(trainer, pl_module))
+                self.checked = True
+
+        @staticmethod
+        def state(trainer: Trainer, pl_module: Any) -> Any:
+            results = trainer.fit_loop.epoch_loop._results["training_step.loss"]
+            optimizer = trainer.optimizers[0].state_dict()["state"]
+            return [
+                pl_module.state_dict(),
+                optimizer,
+                pl_module.error._copy_state_dict(),
+                results.value,
+                results.cumulated_batch_size,
+            ]
+
+    watch = Watch()
+    validation = RerunValidation(without_opinion="assume_correct")
+    seed_everything(3, verbose=False)
+    model = Model(always(7, nan))
+    data = DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4)
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[watch, validation], **quiet).fit(model, data)
+    assert watch.checked
+    assert model.calls.count(7) == 2
+
+
+TRANSIENT = "transient_error"
+JOB = Path(__file__).parent / "jobs" / "rerun.py"
+
+
+def run(strategy: str, *scenarios: str, directory: Path, num_ranks: int = 2) -> list[dict[str, Any]]:
+    arguments = [strategy, *scenarios]
+    if strategy in ("ddp", "fsdp2"):
+        run_without_supervisor(JOB, arguments, num_ranks=num_ranks, directory=directory).check()
+    else:
+        job = run_job(JOB, arguments, num_slots=num_ranks, directory=directory).check()
+        assert [event for event in job.events if event["event"] == "rejection"]
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("result_*.json"))]
+
+
+def told(result: dict[str, Any]) -> list[tuple[Any, ...]]:
+    return [(row["step"], row["batch_idx"], row["rank"], row["verdict"], row["action"]) for row in result["rows"]]
+
+
+def weights(result: dict[str, Any]) -> dict[str, str]:
+    return {name: value for name, value in result["weights"].items() if "running" not in name and "num_batches" not in name}
+
+
+@pytest.mark.parametrize("strategy", ["FTStrategy", "sharded", "ddp", "fsdp2"])
+def test_ranks_run_a_step_again_together_and_name_the_culprit(strategy: str, tmp_path: Path) -> None:
+    results = run(strategy, "no fault", "transient", "poisoned", directory=tmp_path)
+    for result in results:
+        known, transient, poisoned = result["no fault"], result["transient"], result["poisoned"]
+        assert transient["weights"] == known["weights"]
+        assert transient["metrics"] == known["metrics"]
+        assert (known["steps"], transient["steps"], transient["calls"]) == (9, 9, 27 + 9)
+        assert told(transient) == [
+            (1, 2, 1, TRANSIENT, "rerun"),
+            (5, 13, 0, TRANSIENT, "rerun"),
+            (9, 25, 1, TRANSIENT, "rerun"),
+        ]
+        assert poisoned["finite"]
+        assert poisoned["steps"] == 9
+        assert all(math.isfinite(value) for value in poisoned["metrics"].values())
+        assert told(poisoned) == [(3, 7, 1, "correct_result", "skip_batch"), (6, 17, 0, "correct_result", "skip_batch")]
+    for scenario in results[0]:
+        assert weights(results[0][scenario]) == weights(results[1][scenario])
+
+
+def test_a_rank_may_die_while_a_step_is_run_again_or_skip_its_batch(tmp_path: Path) -> None:
+    results = run("FTStrategy", "killed", directory=tmp_path, num_ranks=3)
+    assert [row["verdict"] for row in results[0]["killed"]["rows"]] == ["transient_error"]
+    assert len(results) >= 2  # the third may not be back when the others are through
+    assert all(weights(result["killed"]) == weights(results[0]["killed"]) for result in results)
+    results = run("FTStrategy", "none", directory=tmp_path)
+    assert told(results[0]["none"]) == [(9, 8, 0, TRANSIENT, "rerun")]
+    assert weights(results[0]["none"]) == weights(results[1]["none"])
