@@ -17,7 +17,7 @@ from lightning_ft.elastic.checks import check_choice, check_count
 from lightning_ft.errors import DiscontinuityError
 from lightning_ft.health.batch_clock import BatchClock
 from lightning_ft.health.gradient_norm import gradient_norm
-from lightning_ft.health.monitor import HealthMonitor, Membership
+from lightning_ft.health.monitor import Conclusions, HealthMonitor, Membership
 from lightning_ft.health.restarts import Verdict
 from lightning_ft.trainer.checkpoint_time import CheckpointTime
 from lightning_ft.trainer.going_back import can_go_back, go_back, newest_until
@@ -287,7 +287,7 @@ class TrainingHealth(Callback):
         go_back(trainer, path)
         self._monitor.take_back(step)
 
-    def _tell(self, trainer: Trainer, found: Any) -> None:
+    def _tell(self, trainer: Trainer, found: Conclusions) -> None:
         events = getattr(trainer.strategy, "events", None)
         for values in found.steps:
             if events is not None and values.known:
@@ -296,6 +296,8 @@ class TrainingHealth(Callback):
             log.log(logging.WARNING if verdict.is_bad else logging.INFO, "Training %s.", verdict)
             if events is not None:
                 events.emit("verdict", **vars(verdict))
+        for values in found.unusual:
+            log.warning("Unusual values in %s.", values)
         for straggler in found.stragglers:
             log.warning("Straggler: %s.", straggler)
             if events is not None:

@@ -42,12 +42,14 @@ class Conclusions:
         steps: The steps since the last one.
         verdicts: Of restarts.
         stragglers: Who turned out to be one.
+        unusual: Steps whose values are not like those before, without a restart; of several in a row the first one.
 
     """
 
     steps: list[StepValues]
     verdicts: list[Verdict]
     stragglers: list[Straggler]
+    unusual: list[StepValues]
 
 
 class HealthMonitor:
@@ -73,6 +75,7 @@ class HealthMonitor:
         self._members = Membership()
         self._num_ranks = 0
         self._num_restarts = self._num_bad = 0
+        self._was_unusual = False
         self._newest: dict[str, float] = {}
 
     # Steps.
@@ -141,11 +144,17 @@ class HealthMonitor:
         """Return what the rows of all ranks tell; restarts are judged by what there is if the training ends here."""
         told = merge(rows, self.step)
         verdicts: list[Verdict | None] = []
+        unusual = []
         for found in told.steps:
+            count, diverged = self.restarts.num_unusual, self.restarts.is_diverged
             if found.reasons:
                 counts = (self._num_ranks or len(rows), len(rows))
                 verdicts.append(self.restarts.restart(found.step - 1, found.reasons.text, replicas=counts))
             verdicts.append(self.restarts.observe(found.step, found.known))
+            is_unusual = self.restarts.num_unusual > count and not diverged
+            if is_unusual and not self._was_unusual:
+                unusual.append(found)
+            self._was_unusual = is_unusual
             self._newest |= found.known
         if is_last:
             verdicts.append(self.restarts.close())
@@ -154,7 +163,7 @@ class HealthMonitor:
         self.verdicts = [*self.verdicts, *known][-_MOST_VERDICTS:]
         self._num_restarts += len(known)
         self._num_bad += sum(verdict.is_bad for verdict in known)
-        return Conclusions(told.steps, known, self.stragglers.observe(self.step, told.seconds))
+        return Conclusions(told.steps, known, self.stragglers.observe(self.step, told.seconds), unusual)
 
     def report(self) -> dict[str, float]:
         """Return the state of health in numbers."""
@@ -183,6 +192,7 @@ class HealthMonitor:
             "restarts": self.restarts.state_dict(),
             "stragglers": self.stragglers.state_dict(),
             "num_ranks": self._num_ranks,
+            "was_unusual": self._was_unusual,
             "counts": [self._num_restarts, self._num_bad],
             "verdicts": [list(vars(verdict).values()) for verdict in self.verdicts],
         }
@@ -197,7 +207,7 @@ class HealthMonitor:
         """
         self.restarts.load_state_dict(state["restarts"])
         self.stragglers.load_state_dict(state["stragglers"])
-        self._num_ranks = state["num_ranks"]
+        self._num_ranks, self._was_unusual = state["num_ranks"], state["was_unusual"]
         if is_running:
             return
         self.goodput.load_state_dict(state["goodput"])

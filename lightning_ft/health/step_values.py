@@ -52,6 +52,9 @@ class StepValues:
         named = {"loss": self.loss, "grad_norm": self.grad_norm}
         return {name: value for name, value in named.items() if value is not None}
 
+    def __str__(self) -> str:
+        return f"step {self.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in self.known.items())
+
 
 @dataclass
 class _OwnStep:

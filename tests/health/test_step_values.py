@@ -73,3 +73,15 @@ def test_all_ranks_conclude_the_same_also_one_that_joined_in_between():
     assert (verdict.reason, verdict.outcome, verdict.step) == ("rejoin", "spike", 53)
     assert joiner.restarts.state_dict() == monitors[0].restarts.state_dict()
     assert monitors[0].report()["discontinuities"] == joiner.report()["discontinuities"] == 1.0
+
+
+def test_unusual_values_without_a_restart_are_told_once_in_a_row():
+    monitor = HealthMonitor(5, 100)
+    monitor.start(0, Membership())
+    losses = [2.0] * 30 + [math.nan] * 10 + [2.0] * 5 + [90.0]
+    for step, loss in enumerate(losses, 1):
+        monitor.end_step(step, seconds=1.0, own_seconds=1.0, losses=[loss], norm=None, members=Membership())
+    found = monitor.conclude([monitor.row(0)])
+    assert [str(values) for values in found.unusual] == ["step 31: loss nan", "step 46: loss 90"]
+    assert found.verdicts == []
+    assert monitor.report()["unusual_steps"] == 11.0
