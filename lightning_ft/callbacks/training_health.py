@@ -262,10 +262,12 @@ class TrainingHealth(Callback):
         if trainer.is_global_zero:
             self._tell(trainer, found)
         self._show(trainer)
-        if is_last or trainer.global_step - self._logged_at >= trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and (is_last or trainer.global_step - self._logged_at >= every):
             self._log(trainer)
         for straggler in found.stragglers:
-            if self.on_straggler == "exclude" and trainer.is_global_zero:
+            # It may have died since, as all ranks will learn.
+            if self.on_straggler == "exclude" and trainer.is_global_zero and straggler.slot in strategy.members:
                 strategy.exclude(straggler.slot, str(straggler))
         bad = next((verdict for verdict in found.verdicts if verdict.is_bad), None)
         if bad is not None and self.on_discontinuity != "warn":
