@@ -342,6 +342,9 @@ def _load_kept(trainer: Trainer, data_fetcher: Any, saved: dict[str, Any], momen
         combined._load_state_dicts(saved["kept"])
     iter(data_fetcher)
     remaining = getattr(combined.flattened[0], "remaining_steps", None)
+    if moment["within_epoch"]:
+        iterator: Any = combined._iterator
+        iterator._idx += moment["trained"]  # for a step that takes its batches itself
     if moment["within_epoch"] and trainer.fit_loop.max_batches != float("inf") and remaining is not None:
         trainer.fit_loop.max_batches = moment["trained"] + remaining
 

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain, zip_longest
 from typing import Any, Protocol, TypeVar
 
@@ -100,9 +101,8 @@ class ElasticLoader:
         return self._length
 
     def __iter__(self) -> "ElasticLoader":
-        if self._resumed:
-            self._resumed = False
-        else:
+        is_extra, self._resumed = self._resumed, False
+        if not is_extra:
             self._order = None
             if self._made_for != self._num_slots:
                 self._made_for = self._num_slots
@@ -110,7 +110,8 @@ class ElasticLoader:
             self.plan.begin_epoch(self._current_epoch())
         self._close_round()
         if not self.deferred:
-            self._open_round([])
+            with self._drawing_nothing() if is_extra else nullcontext():
+                self._open_round([])
         return self
 
     def __next__(self) -> Any:
@@ -196,14 +197,23 @@ class ElasticLoader:
 
     def _fetch(self, ticket: int) -> Any:
         if self._batches is None or self._round != self.plan.round:
-            # An extra start of workers must not shift the random numbers that training draws.
-            with torch.random.fork_rng(devices=[]):
+            with self._drawing_nothing():
                 self._open_round([ticket])
         assert self._batches is not None
         try:
             return next(self._batches)
         except StopIteration:  # would end the epoch as if nothing were wrong
             raise RuntimeError(f"The loader of slot {self._slot} ended before ticket {ticket}.") from None
+
+    @contextmanager
+    def _drawing_nothing(self) -> Iterator[None]:
+        """An extra start of workers must not shift the random numbers that training and later epochs draw."""
+        generator = self._source.generator
+        before = None if generator is None else generator.get_state()
+        with torch.random.fork_rng(devices=[]):
+            yield
+        if before is not None:
+            generator.set_state(before)
 
     @property
     def _is_function_of_epoch(self) -> bool:

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ft.data.position import skip_trained
 from lightning_ft.data.random_state import random_state, set_random_state
-from lightning_ft.data.sampler_state import sampler_loader, sampler_state
-from lightning_ft.data.skipping import skipped
+from lightning_ft.data.sampler_state import sampler_loader, sampler_reader, sampler_state
+from lightning_ft.data.skipping import DrawHooks, skipped, told
 
 _END = object()
 
@@ -66,7 +66,7 @@ class ResumableLoader:
         self._taken = 0
         if resume is None:
             self._opened = {"random": random_state(), "samplers": sampler_state(self.source)}
-            self._batches = iter(self._batches_of_epoch())
+            self._batches = self._iterate_anew()
         else:
             self._batches = self._iterate_from(resume)
         self._iterations += 1
@@ -137,6 +137,17 @@ class ResumableLoader:
             )
         self._resume = position
 
+    def _iterate_anew(self) -> Iterator[Any]:
+        if not self._is_sampled:
+            return iter(self._batches_of_epoch())
+        with told(self.source, self._notes()):
+            return iter(self.source)
+
+    def _notes(self) -> DrawHooks:
+        """Keep what the samplers are in whenever an order is drawn: of several orders, the last one counts."""
+        read = sampler_reader(self.source)
+        return DrawHooks(lambda: self._opened.update(samplers=read()), lambda: self._opened.update(samplers_at_first=read()))
+
     def _batches_of_epoch(self) -> Iterable[Any]:
         batches: Iterable[Any] = self.source.epoch_batches(self._current_epoch()) if self._is_corpus else self.source
         return batches
@@ -147,7 +158,9 @@ class ResumableLoader:
 
     def _iterate_from(self, position: dict[str, Any]) -> Iterator[Any]:
         is_within = "random" in position  # else between two iterations
-        self._opened = {name: position[name] for name in ("random", "samplers", "first") if name in position}
+        self._opened = {
+            name: position[name] for name in ("random", "samplers", "samplers_at_first", "first") if name in position
+        }
         self._iterations, self._taken = position["iterations"] - is_within, position["taken"]
         load_samplers = sampler_loader(self.source, position["samplers"])
         load_samplers()
@@ -169,16 +182,21 @@ class ResumableLoader:
         return batches
 
     def _iterate_sampled(self, position: dict[str, Any], load_samplers: Callable[[], None]) -> Iterator[Any]:
+        is_late = self._iterations > 0 and self.source.persistent_workers and self.source._iterator is None
+        if "random" not in position and not is_late:
+            return self._iterate_anew()
         state = random_state()
 
-        def start_late() -> None:
-            """Persistent workers start once, which draws a number; the order of a later epoch is not drawn after it."""
-            set_random_state(state)
+        def start() -> None:
+            if is_late:
+                # Persistent workers start once, which draws a number; the order of a later epoch is not drawn after it.
+                set_random_state(state)
             load_samplers()
             _set_epoch(self.source, self._current_epoch())
 
-        is_late = self._iterations > 0 and self.source.persistent_workers and self.source._iterator is None
-        with skipped(self.source, self._taken, start_late if is_late else None) as skip:
+        at_first = position.get("samplers_at_first")
+        load_at_first = (lambda: None) if at_first is None else sampler_loader(self.source, at_first)
+        with skipped(self.source, self._taken, DrawHooks(start, load_at_first), later=self._notes()) as skip:
             batches: Iterator[Any] = iter(self.source)
         if "first" in position:
             if not self.source.num_workers:

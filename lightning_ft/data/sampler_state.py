@@ -13,7 +13,13 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def sampler_state(loader: Any) -> list[dict[str, Any]]:
     """Return the state of everything that decides the order of ``loader``, as plain data."""
-    return [_state_of(part, is_loader=part is loader) for part in _parts(loader)]
+    return sampler_reader(loader)()
+
+
+def sampler_reader(loader: Any) -> Callable[[], list[dict[str, Any]]]:
+    """Return what returns that state, also while something else stands in for the samplers."""
+    parts = _parts(loader)
+    return lambda: [_state_of(part, is_loader=part is loader) for part in parts]
 
 
 def sampler_loader(loader: Any, states: list[dict[str, Any]]) -> Callable[[], None]:
@@ -51,6 +57,8 @@ def _parts(loader: Any) -> list[Any]:
             found.append(part)
             if part is not loader:
                 queue += [getattr(part, "sampler", None), getattr(part, "batch_sampler", None)]
+            if isinstance(part, DistributedSampler):  # around a sampler of the user's, of which Lightning made a dataset
+                queue.append(getattr(part.dataset, "_sampler", None))
     return found
 
 

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -12,19 +13,32 @@ _END = object()
 
 
 @contextmanager
-def skipped(loader: DataLoader[Any], num_batches: int, on_start: Callable[[], None] | None = None) -> Iterator["Skip"]:
+def told(loader: DataLoader[Any], hooks: "DrawHooks") -> Iterator[None]:
+    """Have ``iter(loader)``, called under this, tell when its order is drawn; the loader itself is left as it was."""
+    name = _name_of_order(loader)
+    original = getattr(loader, name)
+    vars(loader)[name] = Told(original, hooks)  # not by `setattr`: a loader refuses it once it is made
+    try:
+        yield
+    finally:
+        vars(loader)[name] = original
+
+
+@contextmanager
+def skipped(loader: DataLoader[Any], num_batches: int, hooks: "DrawHooks", later: "DrawHooks") -> Iterator["Skip"]:
     """Have ``iter(loader)``, called under this, begin after ``num_batches``; the loader itself is left as it was.
 
     Args:
         loader: Over a map-style dataset.
         num_batches: How many batches of the order to leave out.
-        on_start: Called before the order is drawn, after what else the loader does as its iteration starts.
+        hooks: Told when that order is drawn.
+        later: Told when further ones are: workers that persist keep asking what stood in for the sampler.
 
     """
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    name = _name_of_order(loader)
     original = getattr(loader, name)
-    skip = Skip(original, num_batches, on_start)
-    vars(loader)[name] = skip  # not by `setattr`: a loader refuses it once it is made
+    skip = Skip(original, num_batches, hooks, later)
+    vars(loader)[name] = skip
     try:
         yield skip
     finally:
@@ -32,23 +46,39 @@ def skipped(loader: DataLoader[Any], num_batches: int, on_start: Callable[[], No
         skip.is_over = True
 
 
-class Skip:
+def _name_of_order(loader: DataLoader[Any]) -> str:
+    return "sampler" if loader.batch_sampler is None else "batch_sampler"
+
+
+@dataclass(frozen=True)
+class DrawHooks:
+    """Called while a loader starts to draw an order.
+
+    Some samplers draw all of it when they are asked for an iterator, which loaders with workers do twice; most draw it with
+    the first item.
+
+    Args:
+        on_start: Called before a sampler is asked for an iterator.
+        on_first: Called before that is asked for its first item.
+
+    """
+
+    on_start: Callable[[], None]
+    on_first: Callable[[], None]
+
+
+class Told:
     """Stands in for what a loader draws its indices from.
 
     Args:
         source: What the loader has: a batch sampler, or a sampler if it does not batch.
-        num_batches: How many of its items to leave out.
-        on_start: See :func:`skipped`.
+        hooks: Told when the order is drawn.
 
     """
 
-    def __init__(self, source: Any, num_batches: int, on_start: Callable[[], None] | None) -> None:
+    def __init__(self, source: Any, hooks: DrawHooks) -> None:
         self._source = source
-        self._num_batches = num_batches
-        self._on_start = on_start
-        self.is_over = False
-        """Whether the iteration was started that leaves something out."""
-        self._remaining: _Remaining | None = None
+        self._hooks = hooks
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -59,11 +89,38 @@ class Skip:
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.is_over:  # workers that persist keep asking this object, in later epochs
-            return iter(self._source)
-        if self._on_start is not None:
-            self._on_start()
-        self._remaining = _Remaining(self._source, self._num_batches)
+        self._hooks.on_start()
+        return self._items(iter(self._source))
+
+    def _items(self, items: Iterator[Any]) -> Iterator[Any]:
+        self._hooks.on_first()
+        yield from items
+
+
+class Skip(Told):
+    """Stands in for it and leaves the first items out, once.
+
+    Args:
+        source: See :class:`Told`.
+        num_batches: How many items to leave out.
+        hooks: See :func:`skipped`.
+        later: See :func:`skipped`.
+
+    """
+
+    def __init__(self, source: Any, num_batches: int, hooks: DrawHooks, later: DrawHooks) -> None:
+        super().__init__(source, later)
+        self._num_batches = num_batches
+        self._first_hooks = hooks
+        self.is_over = False
+        """Whether the iteration was started that leaves something out."""
+        self._remaining: _Remaining | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.is_over:
+            return super().__iter__()
+        self._first_hooks.on_start()
+        self._remaining = _Remaining(self._source, self._num_batches, self._first_hooks.on_first)
         return self._remaining
 
     def draw(self) -> None:
@@ -75,9 +132,10 @@ class Skip:
 class _Remaining:
     """Draws the order when the loader's own iterator would: some do it as the iteration starts, most with the first item."""
 
-    def __init__(self, source: Any, num_batches: int) -> None:
+    def __init__(self, source: Any, num_batches: int, on_first: Callable[[], None]) -> None:
         self._source = source
         self._num_batches = num_batches
+        self._on_first = on_first
         # Of a common batch sampler the order itself is cut: a million of its batches would be made for nothing.
         self._batches = None if type(source) is BatchSampler else iter(source)
         self._rest: Iterator[Any] | None = None
@@ -90,6 +148,7 @@ class _Remaining:
 
     def draw(self) -> Iterator[Any]:
         if self._rest is None:
+            self._on_first()
             if self._batches is None:
                 size = self._source.batch_size
                 indices = _skip(iter(self._source.sampler), self._num_batches * size)

@@ -176,10 +176,11 @@ def fit(
     callbacks: tuple[Callback, ...] = (),
     position: bool = True,
     seed: int = 3,
+    model_type: type[Model] = Model,
     **options: Any,
 ) -> Fit:
     seed_everything(3, verbose=False)
-    model, rows = Model(plateau), Rows()
+    model, rows = model_type(plateau), Rows()
     # Nothing of a resumed fit may depend on what a new process draws first.
     seed_everything(seed if ckpt is None else 99, verbose=False)
     snapshots = Snapshots(directory, model, rows, hooks)
