@@ -114,7 +114,10 @@ KINDS: Mapping[str, Kind] = {
         {"over_past": _NUMBER | None},
     ),
     "goodput": Kind("where the time of the training went: seconds, and what was lost to what", {"step": int}, open=True),
-    "incomplete": Kind("an evaluation lacks the share of dead ranks", {"stage": str, "step": int, "slots": list}),
+    "incomplete": Kind(
+        "values of a pass or an epoch lack the share of dead ranks",
+        {"stage": str, "step": int, "slots": list},
+    ),
     # Data.
     "epoch": Kind("an epoch begins", {"epoch": int, "num_tickets": int | None}, {"global_batch": int}),
     "streams_left": Kind("an epoch ends without streams of slots that are away", {"epoch": int, "batches": dict}),

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 
 _METADATA = tuple(f.name for f in fields(_Metadata) if f.name not in ("reduce_fx", "_sync"))
 
@@ -18,6 +19,14 @@ _METADATA = tuple(f.name for f in fields(_Metadata) if f.name not in ("reduce_fx
 def loops_that_log(trainer: Trainer) -> list[Any]:
     """Return the loops of a fit that keep what is logged in them."""
     return [trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop]
+
+
+def has_epoch_values(trainer: Trainer) -> bool:
+    """Whether a fit has logged something in the epoch under way of which the epoch's value is still to come."""
+    if trainer.state.fn != TrainerFn.FITTING:
+        return False
+    results = trainer.fit_loop.epoch_loop._results
+    return any(metric.meta.on_epoch and not metric.has_reset for metric in results.values())
 
 
 def describe(results: _ResultCollection, *, to_same_rank: bool = False) -> list[dict[str, Any]]:

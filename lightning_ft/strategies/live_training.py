@@ -16,6 +16,7 @@ from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.replica import ReplicaLost
 from lightning_ft.events.log import EventLog
+from lightning_ft.loops import logged_results
 from lightning_ft.sharding.mesh import shard_mesh
 from lightning_ft.sharding.shard_tree import put_back, take_apart
 from lightning_ft.strategies import changing_modules, joining, leadership, rewinding, tuning
@@ -448,8 +449,13 @@ class LiveTraining:
         if change.dead and self.trainer.predicting:  # nobody else can write or return what it predicted
             slots = [slot for slot, _ in change.dead]
             self._events.emit("incomplete", stage="predict", step=self.trainer.global_step, slots=slots)
+        lacks_values = bool(change.dead) and logged_results.has_epoch_values(self.trainer)
+        if lacks_values:
+            slots = [slot for slot, _ in change.dead]
+            self._events.emit("incomplete", stage="train", step=self.trainer.global_step, slots=slots)
         if self._engine.rank == 0:
-            _tell(change, self._engine, self.trainer, is_one_replica=self.memory is not None)
+            is_one_replica = self.memory is not None
+            _tell(change, self._engine, self.trainer, is_one_replica=is_one_replica, lacks_values=lacks_values)
 
     def _divide_among(self, slots: Iterable[int]) -> None:
         """Divide the next evaluation among ``slots``; one under way keeps its shards."""
@@ -460,7 +466,7 @@ class LiveTraining:
             self.shards.follow(self.trainer, slots.index(self._engine.slot), len(slots))
 
 
-def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: bool) -> None:
+def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: bool, lacks_values: bool) -> None:
     alive = f"{engine.replica.count} of {engine.num_slots // engine.replica.size} replicas"
     if is_one_replica:
         alive = f"{len(change.members)} of {engine.num_slots} ranks"
@@ -475,6 +481,8 @@ def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: b
             where = f"during {stage.value if stage else 'set-up'}"
         if is_one_replica:
             lost = "from the newest snapshot"
+        if lacks_values:
+            lost += "; means and metrics of this epoch lack what it logged"
         log.warning("Slot %s died (%s) %s; %s go on, %s.", slot, how, where, alive, lost)
     joined = sorted(set(change.members) - set(change.before))
     if change.reason == "join" and joined:
