@@ -200,9 +200,12 @@ def run_job(directory: Path, num_ranks: int, options: dict[str, Any]) -> None:
     assert len(list(directory.glob("done_*"))) == num_ranks
 
 
-def test_under_ftstrategy_a_fit_resumes_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{"every": 6}, {"every": 9, "shard_size": 2, "hooks": ["on_train_batch_end", "on_validation_end"]}]
+)
+def test_under_ftstrategy_a_fit_resumes_exactly(tmp_path: Path, more: dict[str, Any]) -> None:
     script = Path(__file__).parent / "jobs" / "resumed.py"
-    options = {"num_samples": 29, "strategy": "ft", "devices": 2, "every": 6}
+    options = {"num_samples": 29, "strategy": "ft", "devices": 2, **more}
     run_job_of_ranks(script, [json.dumps(options)], num_slots=2, directory=tmp_path, timeout=170).check()
     assert len(list(tmp_path.glob("done_*"))) == 2
 

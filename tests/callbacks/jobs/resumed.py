@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import lightning_ft  # noqa: F401  (registers the strategy)
+from lightning_ft import FTStrategy
 from lightning_ft.callbacks import LoaderPosition
 
 
@@ -177,12 +177,15 @@ def fit(
     position: bool = True,
     seed: int = 3,
     model_type: type[Model] = Model,
+    shard_size: int = 1,
     **options: Any,
 ) -> Fit:
     seed_everything(3, verbose=False)
     model, rows = model_type(plateau), Rows()
     # Nothing of a resumed fit may depend on what a new process draws first.
     seed_everything(seed if ckpt is None else 99, verbose=False)
+    if shard_size > 1:
+        options["strategy"] = FTStrategy(shard_size=shard_size)
     snapshots = Snapshots(directory, model, rows, hooks)
     trainer = Trainer(
         accelerator="cpu",
