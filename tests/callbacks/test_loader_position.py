@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ft.testing import Fault, FaultPlan, run_without_supervisor
@@ -192,6 +195,39 @@ def test_persistent_workers_get_the_same_order_in_later_epochs(tmp_path: Path) -
 
 def test_ranks_get_their_own_back_under_ddp(tmp_path: Path) -> None:
     run_job(tmp_path, 2, {"num_samples": 29, "strategy": "ddp", "every": 6, "accumulate_grad_batches": 2})
+
+
+class Ends(Callback):
+    """Ends the fit in the middle of its second epoch, and saves then as `OnExceptionCheckpoint` does."""
+
+    def __init__(self, how: str, path: Path) -> None:
+        self.how, self.path = how, path
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.how == "exception" and (trainer.current_epoch, batch_idx) == (1, 2):
+            raise RuntimeError("on purpose")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.how == "SIGTERM" and (trainer.current_epoch, batch_idx) == (1, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("how", "error"), [("exception", RuntimeError), ("SIGTERM", SIGTERMException)])
+def test_what_is_saved_as_a_fit_ends_early_is_exact(
+    tmp_path: Path, resumed: ModuleType, how: str, error: type[BaseException], accumulate: int
+) -> None:
+    options = {"num_validation": 0, "max_epochs": 3, "accumulate_grad_batches": accumulate}
+    whole = resumed.fit(tmp_path, make(resumed), **options)
+    with pytest.raises((error, SystemExit)):
+        resumed.fit(tmp_path, make(resumed), callbacks=(Ends(how, tmp_path / "on_exception.ckpt"),), **options)
+    rest = resumed.fit(tmp_path, make(resumed), ckpt="on_exception.ckpt", **options)
+    at = next(number for number, row in enumerate(whole.trace) if row[:2] == (1, 2))
+    assert rest.trace == whole.trace[at:]
+    assert all(torch.equal(rest.weights[key], value) for key, value in whole.weights.items())
 
 
 def run_job(directory: Path, num_ranks: int, options: dict[str, Any]) -> None:
