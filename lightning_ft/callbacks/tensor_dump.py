@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_ft.callbacks.watched_steps import WatchedSteps
 from lightning_ft.dump.index import Moment
 from lightning_ft.dump.layout import check_name
 from lightning_ft.dump.options import PHASES, options_of
@@ -24,7 +25,7 @@ from lightning_ft.elastic.checks import check_count
 
 log = logging.getLogger(__name__)
 
-_STEPS = {"training_step": "loss", "validation_step": "loss", "test_step": "loss", "predict_step": "prediction"}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PROCESS = secrets.token_hex(8)
 
 
@@ -79,7 +80,7 @@ class TensorDump(Callback):
         self._is_sharded = False
         self._members: tuple[int, ...] = ()
         self._agreed: dict[str, tuple[Any, Moment]] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._steps: WatchedSteps | None = None
         self.peak_bytes = 0
         """The most bytes of copies that waited at once to be written, in one phase of the calls so far."""
 
@@ -226,8 +227,7 @@ class TensorDump(Callback):
         for phase, options in self._options.items():
             if options.enable:
                 self._phases[phase] = PhaseDump(self.dirpath, role=self.role, phase=phase, run=self._run, options=options)
-        for name, kind in _STEPS.items():
-            self._wrap(trainer, pl_module, name, kind)
+        self._steps = WatchedSteps(pl_module, _STEPS, partial(self._before_step, trainer), self._after_step)
 
     def _begin_batch(self, trainer: Trainer, pl_module: LightningModule, phase: str, moment: Moment) -> PhaseDump | None:
         """Collective where the module is sharded, if a rollout begins or other ranks take part. Begin a batch."""
@@ -322,35 +322,16 @@ class TensorDump(Callback):
             dump.end()
         self._phases.clear()
         self._agreed.clear()
-        while self._undo:
-            self._undo.pop()()
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
         if self._run is not None:
             self._run.close()
             self._run = None
 
     # The steps of the module.
 
-    def _wrap(self, trainer: Trainer, pl_module: LightningModule, name: str, kind: str) -> None:
-        """Have the beginning and the result of a step known; it stays as it is while nothing is dumped."""
-        step, is_own = getattr(pl_module, name), name in vars(pl_module)
-
-        @wraps(step)
-        def dumping(*args: Any, **kwargs: Any) -> Any:
-            self._before_step(trainer, args, kwargs)
-            output = step(*args, **kwargs)
-            self._after_step(kind, output)
-            return output
-
-        def undo() -> None:
-            if vars(pl_module).get(name) is dumping:  # else somebody else put theirs around it, and it does nothing any more
-                delattr(pl_module, name)
-                if is_own:
-                    setattr(pl_module, name, step)
-
-        setattr(pl_module, name, dumping)
-        self._undo.append(undo)
-
-    def _before_step(self, trainer: Trainer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _before_step(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         recorder = self._current.recorder if self._current is not None else None
         if recorder is None:
             return
@@ -359,7 +340,8 @@ class TensorDump(Callback):
         if recorder.selects("batch", ""):
             recorder.record("batch", "", batch)
 
-    def _after_step(self, kind: str, output: Any) -> None:
+    def _after_step(self, name: str, output: Any) -> None:
+        kind = "prediction" if name == "predict_step" else "loss"
         recorder = self._current.recorder if self._current is not None else None
         if recorder is None or not recorder.selects(kind, ""):
             return
