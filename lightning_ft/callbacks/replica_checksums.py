@@ -1,7 +1,6 @@
 """ReplicaChecksums: finds a rank whose memory is not what the others hold, and gives it what they have."""
 
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -15,13 +14,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_ft.elastic.checks import check_choice, check_count
-from lightning_ft.errors import CorruptedStateError, ExcludedError
+from lightning_ft.errors import CorruptedStateError
 from lightning_ft.rerun.replica_state import NUMBERS, Vote, combined, differing, digests, named_state, vote
-from lightning_ft.trainer.slots import gather_by_slot, is_elastic, send_tensor, shard_of, slot_of
+from lightning_ft.trainer.slots import exclude, gather_by_slot, is_elastic, send_tensor, shard_of, slot_of
 
 log = logging.getLogger(__name__)
 
-_PATIENCE = 120.0
 _TOLD = {
     "heal": "Now they get what the others hold",
     "exclude": "Now they are excluded and started again",
@@ -146,7 +144,7 @@ class ReplicaChecksums(Callback):
             log.warning("%s %s; what was trained %s may have traces of it.", error.finding, _TOLD[action], since)
         if action == "exclude":
             self._healed = [slot for slot in self._healed if slot not in verdict.wrong]
-            self._exclude(trainer, verdict.wrong)
+            exclude(trainer, verdict.wrong, f"its state differed from the others' after step {trainer.global_step}")
         elif action == "heal":
             self._healed += verdict.wrong
             self._heal(trainer, tensors, parts, verdict)
@@ -166,16 +164,6 @@ class ReplicaChecksums(Callback):
         if not is_memory or (is_elastic(trainer) and set(verdict.wrong) & set(self._healed)):
             return "exclude" if is_elastic(trainer) else "stop"
         return "heal"
-
-    def _exclude(self, trainer: Trainer, slots: Sequence[int]) -> None:
-        """Collective. Remove ``slots``; does not return in those."""
-        strategy: Any = trainer.strategy
-        reason = f"its state differed from the others' after step {trainer.global_step}"
-        slot = slot_of(trainer)
-        if slot in slots:  # whoever goes on must not average with it: it goes no further, and asks for its end itself
-            strategy.exclude(slot, reason)
-            threading.Event().wait(_PATIENCE)
-            raise ExcludedError(slot, reason)
 
     @torch.no_grad()
     def _heal(self, trainer: Trainer, tensors: Mapping[str, Tensor], parts: Parts, verdict: Vote) -> None:

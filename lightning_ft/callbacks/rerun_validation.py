@@ -17,6 +17,7 @@ from torch.optim import LBFGS
 from typing_extensions import override
 
 from lightning_ft.elastic.checks import check_choice
+from lightning_ft.loops.peer_opinion import PeerOpinion, with_culprits
 from lightning_ft.loops.window import StepWindow
 from lightning_ft.rerun.exit import RerunExit
 from lightning_ft.rerun.findings import Finding, SecondOpinion
@@ -24,6 +25,7 @@ from lightning_ft.rerun.gradient_norm import gradient_norm
 from lightning_ft.rerun.state_machine import RerunStateMachine
 from lightning_ft.rerun.states import RerunDiagnostic, RerunMode
 from lightning_ft.rerun.step_values import LOSS, OVERFLOW, StepValidation
+from lightning_ft.trainer.slots import exclude, is_elastic
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class RerunValidation(Callback):
 
     If the rerun computes something else, the error was transient, and training goes on with what the rerun computed. If it
     computes the same, the value is correct, and so the data or the model to blame, or the device computes it wrongly every
-    time: another device would tell. Where none can be asked, Megatron-LM's way is gone: a value that must not be applied
+    time. The other replicas tell: each runs the step's batches of another one. Where none can be asked (on one device, or if
+    parameters are sharded), Megatron-LM's way is gone: a value that must not be applied
     (NaN, infinity) ends the job with a checkpoint and exit code 16; resumed on another device, the job runs the step there
     first. Tracker file and exit codes (16, 17) are Megatron's.
 
@@ -50,6 +53,9 @@ class RerunValidation(Callback):
             ``"skip_batch"``: nothing of it stays, neither in the weights nor in logged values and metrics;
             ``"skip_update"``: the weights stay as they are; ``"apply"``; ``"stop"``: the job ends with code 17.
         on_spike: The same for a value that is unexpectedly large, and comes out so again.
+        on_persistent: What becomes of a rank that computes a value wrongly each time, as the others find out. ``"exclude"``:
+            under FTStrategy it is removed, and started again; the others commit the same step without it, and its batch
+            is trained later. Elsewhere, and with ``"stop"``, the job ends with code 17.
         without_opinion: What a NaN or an infinity means that the same device computes twice if there is no other one to
             ask. ``"checkpoint"``: the job ends with code 16; ``"assume_correct"``: ``on_correct`` applies.
         tolerance: By what part two runs of a step may differ and still count as the same.
@@ -72,6 +78,7 @@ class RerunValidation(Callback):
         *,
         on_correct: Literal["apply", "skip_update", "skip_batch", "stop"] = "skip_batch",
         on_spike: Literal["apply", "skip_update", "skip_batch", "stop"] = "apply",
+        on_persistent: Literal["exclude", "stop"] = "exclude",
         without_opinion: Literal["checkpoint", "assume_correct"] = "checkpoint",
         tolerance: float = 1e-3,
         tracker_file: str | None = None,
@@ -79,23 +86,26 @@ class RerunValidation(Callback):
         check_choice("RerunValidation", "mode", mode, [m.value for m in RerunMode])
         for name, value in (("on_correct", on_correct), ("on_spike", on_spike)):
             check_choice("RerunValidation", name, value, ("apply", *_SKIPS, "stop"))
+        check_choice("RerunValidation", "on_persistent", on_persistent, ("exclude", "stop"))
         check_choice("RerunValidation", "without_opinion", without_opinion, ("checkpoint", "assume_correct"))
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 2:
             raise ValueError(f"`RerunValidation(tolerance={tolerance!r})` is not valid: expected a number from 0 to 2.")
         self.mode = RerunMode(mode)
         self.on_correct, self.on_spike, self.without_opinion = on_correct, on_spike, without_opinion
+        self.on_persistent = on_persistent
         self.tolerance = float(tolerance)
         self.tracker_file = tracker_file
         self.rows: deque[dict[str, Any]] = deque(maxlen=_MAX_ROWS)
         """What was rejected: step, rank, value, expected range, verdict and what was done about it; the newest ones."""
         self.second_opinion: SecondOpinion | None = None
-        """Asks another device about values that this one computed twice; see :data:`SecondOpinion`."""
+        """Asks another device about values that this one computed twice, in place of the other replicas."""
         self.counts = {"rejections": 0, **{diagnostic.value: 0 for diagnostic in RerunDiagnostic}}
         self.machine: RerunStateMachine | None = None
         self.window: StepWindow | None = None
         self._values = StepValidation(self.tolerance)
         self._skipped: list[int] = []
         self._loaded: dict[str, Any] | None = None
+        self._peers: PeerOpinion | None = None
         self._undo: Callable[[], None] = lambda: None
 
     def validate(
@@ -153,6 +163,7 @@ class RerunValidation(Callback):
             self._loaded = None
         self.window = StepWindow(trainer, pl_module, lambda: self._begin(trainer), machine.abandon)
         self.window.watch()
+        self._peers = PeerOpinion(trainer, pl_module, self.window, machine, self._values)
         self._undo = _check_gradients_with(trainer, lambda closure: self._checked(trainer, closure))
 
     @override
@@ -196,15 +207,49 @@ class RerunValidation(Callback):
                 window.clear()
                 return output
             self._validate(trainer)
-            while machine.should_run_forward_backward():
-                if machine.ranks.any(not window.can_be_replayed):
-                    log.warning("`training_step` changed its batch in place: this step can't be run again.")
-                else:
-                    output = window.replay(closure)
+            output = self._rerun(trainer, closure, output)
+            while self._exclude(trainer):
+                self._begin(trainer)
+                output = self._replay(trainer, closure)
                 self._validate(trainer)
+                output = self._rerun(trainer, closure, output)
             return self._apply(trainer, output)
 
         return checked
+
+    def _rerun(self, trainer: Trainer, closure: Callable[[], Any], output: Any) -> Any:
+        """Collective. Run the step again as long as that is worth it; return what the last run returned."""
+        assert self.window is not None
+        assert self.machine is not None
+        while self.machine.should_run_forward_backward():
+            if self.machine.ranks.any(not self.window.can_be_replayed):
+                log.warning("`training_step` changed its batch in place: this step can't be run again.")
+            else:
+                output = self._replay(trainer, closure)
+            self._validate(trainer)
+        return output
+
+    def _replay(self, trainer: Trainer, closure: Callable[[], Any]) -> Any:
+        assert self.window is not None
+        getattr(trainer.strategy, "average_anew", lambda: None)()
+        return self.window.replay(closure)
+
+    def _exclude(self, trainer: Trainer) -> bool:
+        """Collective. Remove ranks that compute wrongly each time, if there are any; whether the step is to be run again."""
+        assert self.machine is not None
+        assert self._peers is not None
+        wrong = [f for f in self.machine.findings if f.diagnostic == RerunDiagnostic.PERSISTENT_ERROR]
+        if not wrong:
+            return False
+        blamed = self._peers.blamed or self._peers.slots_of(f.rank for f in wrong if not f.shared)
+        findings = self.machine.findings = with_culprits(self.machine.findings, blamed)
+        if not (blamed and is_elastic(trainer) and self.on_persistent == "exclude"):
+            return False
+        self._report(trainer, findings, "exclude")
+        exclude(trainer, blamed, f"it computed step {trainer.global_step + 1} wrongly, each time")
+        self._peers.blamed = {}
+        self.machine.abandon()
+        return True
 
     def _validate(self, trainer: Trainer) -> None:
         """Collective if parameters are sharded. Validate the pass that is over."""
@@ -245,6 +290,8 @@ class RerunValidation(Callback):
     def _wish(self, finding: Finding) -> str:
         if finding.diagnostic == RerunDiagnostic.TRANSIENT_ERROR:
             return "apply"  # what the rerun computed
+        if finding.diagnostic == RerunDiagnostic.PERSISTENT_ERROR:
+            return "stop"
         if finding.message == OVERFLOW:
             return "apply"  # which a GradScaler does not
         return self.on_correct if finding.fatal else self.on_spike
@@ -261,7 +308,8 @@ class RerunValidation(Callback):
 
     def _opinion(self, findings: Sequence[Finding]) -> Mapping[int, RerunDiagnostic] | None:
         """Collective. Ask another device, if there is one; else say what was asked to be assumed."""
-        opinion = None if self.second_opinion is None else self.second_opinion(findings)
+        ask = self.second_opinion or self._peers
+        opinion = None if ask is None else ask(findings)
         if opinion is None and self.without_opinion == "assume_correct":
             return {finding.rank: RerunDiagnostic.CORRECT_RESULT for finding in findings}
         return opinion

@@ -142,6 +142,11 @@ class TicketPlan:
         self._in_flight_of_round.clear()
         return done
 
+    def reopen(self, tickets: Collection[int]) -> None:
+        """Take back that tickets are done: the step that had them is not applied as it was."""
+        self._returned += tickets
+        self._num_open += len(tickets)
+
     def remove(self, slot: int) -> None:
         """Record a death: what the slot has in flight is open again, and its next incarnation begins there."""
         tickets = self._in_flight.pop(slot, [])

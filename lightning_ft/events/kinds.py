@@ -94,6 +94,7 @@ KINDS: Mapping[str, Kind] = {
     "accumulated": Kind("a batch was trained of which no step is made yet", {"batch": int, **_CONTENT}),
     "rewound": Kind("all ranks went back to a snapshot", {"step": int, "batch": int, "lost": int}, {"ms": _NUMBER}),
     "checksum": Kind("what a rank holds after a step", {"step": int, "digest": str}, {"shard": str}),
+    "corruption": Kind("ranks hold different states", {"step": int, "differing": dict, "action": str}),
     "rejection": Kind(
         "a value of a step was rejected",
         {"step": int, "epoch": int, "batch_idx": int, "rank": int, "name": str, "verdict": str, "action": str},

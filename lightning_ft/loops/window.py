@@ -220,6 +220,11 @@ class StepWindow:
                     differing |= micro_batch.end.changed()
         raise AssertionError("a step without a last pass")
 
+    def run_apart(self, micro_batch: MicroBatch) -> None:
+        """Collective. Run a pass that is none of the step's, as one that others follow."""
+        with self._with_batch(micro_batch):
+            self._run_inner(micro_batch)
+
     def _run_inner(self, micro_batch: MicroBatch) -> None:
         results = self._trainer.fit_loop.epoch_loop._results
         kept = results.batch, results.batch_size

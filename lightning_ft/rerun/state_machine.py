@@ -3,7 +3,8 @@
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -180,6 +181,15 @@ class RerunStateMachine:
         """Forget the step under way: an exception ended it, or it is begun again."""
         self.state = RerunState.NOT_RUNNING_YET
         self._clear()
+
+    @contextmanager
+    def apart(self) -> Iterator[Passes]:
+        """Record what is validated meanwhile in what this yields: it is of a step that is run for somebody else."""
+        own, self._passes = self._passes, Passes()
+        try:
+            yield self._passes
+        finally:
+            self._passes = own
 
     # Validation.
 

@@ -39,6 +39,12 @@ class Commits:
             merged[slot] = [*merged.get(slot, []), *numbers]
         self._content = {"epoch": epoch, "tickets": merged, "members": list(members)}
 
+    def leave(self, members: Sequence[int]) -> list[int]:
+        """Leave only ``members`` in the average that no optimizer step took up yet; return the others' tickets in it."""
+        tickets = self._content.get("tickets", {})
+        self._content = {**self._content, "tickets": {slot: n for slot, n in tickets.items() if slot in members}}
+        return [number for slot in sorted(tickets) if slot not in members for number in tickets[slot]]
+
     def stepped(self, step: int) -> None:
         """Record an optimizer step with what was averaged since the last one."""
         if not self.untold:

@@ -634,6 +634,27 @@ class FTStrategy(ParallelStrategy):
         self._steps.checked = check
 
     @contextmanager
+    def aside(self) -> Generator[None, None, None]:
+        """While this is entered, passes without synchronization are nobody's: nothing is counted, no gradient stays."""
+        assert self._steps is not None
+        assert self._live is not None
+        assert self._live.buffers is not None
+        due = self._live.buffers.due
+        try:
+            with self._steps.aside():
+                yield
+        finally:
+            self._live.buffers.due = due
+
+    def average_anew(self) -> None:
+        """Say, alike on all ranks, that the step is run again: the next average is the one that counts.
+
+        Batches of ranks that were in an average before and are not in that one are open again.
+        """
+        assert self._live is not None
+        self._live.averages_anew = True
+
+    @contextmanager
     def as_batch(self, is_own: bool) -> Generator[None, None, None]:
         """While this is entered, an earlier batch of the step is run again, which counts on this rank or does not."""
         assert self._live is not None

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.rows import RowPlan
 from lightning_ft.data.streams import StreamLoader
+from lightning_ft.data.tickets import TicketPlan
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.replica import ReplicaLost
@@ -75,6 +76,8 @@ class LiveTraining:
         """Number of the batch under way in this call, the same on all ranks."""
         self.has_reduced = False
         """Whether gradients were averaged in the batch under way."""
+        self.averages_anew = False
+        """Whether the next average is of the same step as the one before, which is not applied."""
         self.is_handing_out = False
         """Whether what is saved is for a rank that joins; only one rank saves it."""
         self.may_pause: Callable[[], bool] = lambda: True
@@ -252,6 +255,8 @@ class LiveTraining:
         self._divide_among(reduced.members)
         if self.loader is not None:
             done = self.loader.commit(reduced.members)
+            if self.averages_anew:
+                self._forget_average(reduced.members)
             if self.extra is not None:
                 self.extra.end_step()
             if isinstance(self.loader, StreamLoader) and self._pause_agreed:
@@ -260,6 +265,16 @@ class LiveTraining:
                 self._end_streams(self.loader)
             set_length(self.trainer, self.loader)
             self.commits.averaged(self.loader.plan.epoch, done, reduced.members)
+
+    def _forget_average(self, members: Sequence[int]) -> None:
+        """Take back that the batches of others than ``members`` are done: the step is averaged anew, without them.
+
+        Streams can't be wound back: what others had of them is not trained.
+        """
+        self.averages_anew = False
+        tickets = self.commits.leave(members)
+        if isinstance(self.loader, ElasticLoader) and isinstance(self.loader.plan, TicketPlan):
+            self.loader.plan.reopen(tickets)
 
     def _end_streams(self, loader: StreamLoader) -> None:
         """Say what is not trained in this epoch, since its slot is not back."""

@@ -81,6 +81,16 @@ class TrainingSteps:
         """Whether every optimizer step follows from one reduction."""
         return self._pl_module.automatic_optimization and not self._pl_module.trainer.fit_loop._skip_backward
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Let passes be nobody's: their gradients do not stay, and nothing of them is counted or averaged."""
+        window, self._micro_batches = self._micro_batches, []
+        try:
+            with self._reducer.ghost_backward():
+                yield
+        finally:
+            self._micro_batches = window
+
     def abandon(self) -> None:
         """Forget the window under way, whose gradients are gone."""
         self._synchronize = True

@@ -1,10 +1,16 @@
 """The ranks of any strategy by the lasting names of their places, for what callbacks tell each other."""
 
+import threading
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+
+from lightning_ft.errors import ExcludedError
+
+_PATIENCE = 120.0
 
 
 def slot_of(trainer: Trainer) -> int:
@@ -24,6 +30,21 @@ def shard_of(trainer: Trainer) -> int:
 def is_elastic(trainer: Trainer) -> bool:
     """Return whether ranks may leave and join."""
     return hasattr(trainer.strategy, "gather_objects")
+
+
+def exclude(trainer: Trainer, slots: Collection[int], reason: str) -> None:
+    """Collective. Have ``slots`` removed, which are not to be trusted; does not return in those.
+
+    Raises:
+        ExcludedError: In one of them, if nobody removes it.
+
+    """
+    gather_by_slot(trainer, None)  # who leaves at once might take along what the others have yet to hear of it
+    if slot_of(trainer) in slots:
+        strategy: Any = trainer.strategy
+        strategy.exclude(slot_of(trainer), reason)
+        threading.Event().wait(_PATIENCE)
+        raise ExcludedError(slot_of(trainer), reason)
 
 
 def gather_by_slot(trainer: Trainer, value: Any) -> dict[int, Any]:

@@ -228,6 +228,16 @@ def test_a_live_slot_that_did_not_contribute_is_not_sent_back_in_its_stream() ->
     assert sorted(finish(plan, [0, 1], 1)) == [1, 4, 5, 6, 7]
 
 
+def test_tickets_of_a_step_that_is_averaged_anew_without_their_slot_are_dealt_again() -> None:
+    plan = TicketPlan(6, 2)
+    plan.take([0, 1])
+    assert plan.commit([0, 1]) == {0: [0], 1: [1]}
+    plan.reopen([1])
+    plan.remove(1)
+    assert plan.remaining_steps([0]) == 5
+    assert sorted(finish(plan, [0], 1)) == [1, 2, 3, 4, 5]
+
+
 def test_beginning_an_epoch_forgets_the_one_before() -> None:
     plan = TicketPlan(4, 2)
     plan.take([0])
