@@ -180,7 +180,7 @@ def process_saver() -> ProcessSaver:
     global _current, _num_groups
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _current is None or _current.pid != os.getpid() or _current.group is not group:
-        _close()
+        close()
         _current = ProcessSaver(group, _num_groups)
         _num_groups += group is not None
     return _current
@@ -192,11 +192,12 @@ def wait_for_copy() -> None:
         _current.wait_for_copy()
 
 
-def _close() -> None:
+def close() -> None:
+    """Finish what was begun and end the writer process; the next save starts another. Happens at exit, too."""
     global _current
     if _current is not None and _current.pid == os.getpid():
         _current.close()
     _current = None
 
 
-atexit.register(_close)
+atexit.register(close)

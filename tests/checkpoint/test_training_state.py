@@ -1,6 +1,6 @@
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,22 @@ from lightning_ft.checkpoint import (
     async_save_training_state,
     load_training_metadata,
     load_training_state,
+    process_saver,
     save_sharded,
     save_training_state,
 )
 from lightning_ft.errors import CheckpointNotCommittedError, DamagedCheckpointError, MalformedStateError
 from lightning_ft.testing import run_without_supervisor
+from lightning_ft.testing.processes import children
 
 SCRIPT = Path(__file__).parent / "jobs" / "plain_torch.py"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_writer_is_left() -> Iterator[None]:
+    yield
+    process_saver.close()
+    assert "writer_process" not in "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in children(os.getpid()))
 
 
 def run(phase: str, num_ranks: int, directory: Path) -> list[dict[str, Any]]:
