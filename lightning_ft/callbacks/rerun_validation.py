@@ -19,11 +19,12 @@ from typing_extensions import override
 from lightning_ft.elastic.checks import check_choice
 from lightning_ft.loops.peer_opinion import PeerOpinion, with_culprits
 from lightning_ft.loops.window import StepWindow
+from lightning_ft.rerun.batches import digest
 from lightning_ft.rerun.exit import RerunExit
 from lightning_ft.rerun.findings import Finding, SecondOpinion
 from lightning_ft.rerun.gradient_norm import gradient_norm
 from lightning_ft.rerun.state_machine import RerunStateMachine
-from lightning_ft.rerun.states import RerunDiagnostic, RerunMode
+from lightning_ft.rerun.states import EXIT_CODE_FAILED_ON_RESULT_VALIDATION, RerunDiagnostic, RerunMode, RerunState
 from lightning_ft.rerun.step_values import LOSS, OVERFLOW, StepValidation
 from lightning_ft.trainer.slots import exclude, is_elastic
 
@@ -39,9 +40,9 @@ class RerunValidation(Callback):
     If the rerun computes something else, the error was transient, and training goes on with what the rerun computed. If it
     computes the same, the value is correct, and so the data or the model to blame, or the device computes it wrongly every
     time. The other replicas tell: each runs the step's batches of another one. Where none can be asked (on one device, or if
-    parameters are sharded), Megatron-LM's way is gone: a value that must not be applied
-    (NaN, infinity) ends the job with a checkpoint and exit code 16; resumed on another device, the job runs the step there
-    first. Tracker file and exit codes (16, 17) are Megatron's.
+    parameters are sharded), Megatron-LM's way is gone: a value that must not be applied (NaN, infinity) ends the job with a
+    checkpoint and exit code 16. Resumed on another device, with :class:`~lightning_ft.callbacks.LoaderPosition`, the job
+    begins with that step and says what it was. Tracker file and exit codes (16, 17) are Megatron's.
 
     Works under FTStrategy, ``ddp``, FSDP2 (``ModelParallelStrategy``) and on a single device, in automatic optimization.
     A module may have values of its own validated within ``training_step``: :meth:`validate`.
@@ -104,6 +105,8 @@ class RerunValidation(Callback):
         self.window: StepWindow | None = None
         self._values = StepValidation(self.tolerance)
         self._skipped: list[int] = []
+        self._digests: dict[str, str] = {}
+        self._is_resumed = False
         self._loaded: dict[str, Any] | None = None
         self._peers: PeerOpinion | None = None
         self._undo: Callable[[], None] = lambda: None
@@ -178,13 +181,14 @@ class RerunValidation(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        state = {"values": self._values.state_dict(), "counts": dict(self.counts)}
+        state = {"values": self._values.state_dict(), "counts": dict(self.counts), "digests": dict(self._digests)}
         return state | ({} if self.machine is None else {"machine": self.machine.state_dict()})
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._values.load_state_dict(state_dict["values"])
         self.counts |= state_dict["counts"]
+        self._digests = dict(state_dict.get("digests", {}))
         self._loaded = state_dict.get("machine")
 
     # A step.
@@ -206,6 +210,7 @@ class RerunValidation(Callback):
             if trainer.fit_loop._skip_backward or not window.micro_batches:
                 window.clear()
                 return output
+            self._check_resumed_batches(trainer)
             self._validate(trainer)
             output = self._rerun(trainer, closure, output)
             while self._exclude(trainer):
@@ -239,7 +244,7 @@ class RerunValidation(Callback):
         assert self.machine is not None
         assert self._peers is not None
         wrong = [f for f in self.machine.findings if f.diagnostic == RerunDiagnostic.PERSISTENT_ERROR]
-        if not wrong:
+        if not wrong or self._is_resumed:  # then it was the other device
             return False
         blamed = self._peers.blamed or self._peers.slots_of(f.rank for f in wrong if not f.shared)
         findings = self.machine.findings = with_culprits(self.machine.findings, blamed)
@@ -250,6 +255,20 @@ class RerunValidation(Callback):
         self._peers.blamed = {}
         self.machine.abandon()
         return True
+
+    def _check_resumed_batches(self, trainer: Trainer) -> None:
+        """Collective after a resumption. Don't compare a step with another one's values: the loader may be elsewhere."""
+        assert self.window is not None
+        assert self.machine is not None
+        self._is_resumed = self.machine.state == RerunState.RERUNNING_FROM_CHECKPOINT
+        if not self._is_resumed:
+            return
+        batches = self._digests.get(str(trainer.global_rank))
+        if self.machine.ranks.any(batches != digest([m.batch for m in self.window.micro_batches])):
+            log.warning("The step that was rejected begins with other batches now: nothing is said about it.")
+            self._is_resumed = False
+            self.machine.abandon()
+            self._begin(trainer)
 
     def _validate(self, trainer: Trainer) -> None:
         """Collective if parameters are sharded. Validate the pass that is over."""
@@ -265,12 +284,17 @@ class RerunValidation(Callback):
         """Do about the step what was found out about it; return what the optimizer is to see of it."""
         assert self.window is not None
         assert self.machine is not None
-        action = self._choose(self.machine.findings)
+        checkpoint, leave, code = self.machine.should_checkpoint_and_exit()
+        # After a resumption it is the other device that was wrong, if one was.
+        action = "apply" if self._is_resumed and not leave else self._choose(self.machine.findings)
+        self._is_resumed = False
         if self.machine.current_iteration in self._skipped:
             action = "skip_batch"
         if self.machine.findings:
             self._report(trainer, self.machine.findings, action)
-        checkpoint, leave, code = self.machine.should_checkpoint_and_exit()
+        if code == EXIT_CODE_FAILED_ON_RESULT_VALIDATION and action in ("apply", *_SKIPS) and self._is_correct:
+            leave = False  # another device says so, and it was asked for
+            self.machine.abandon()
         if leave or action == "stop":
             if checkpoint:
                 self._save(trainer)
@@ -281,6 +305,12 @@ class RerunValidation(Callback):
             self._values.accept()
         self.window.clear()
         return output
+
+    @property
+    def _is_correct(self) -> bool:
+        """Whether all that was rejected came out the same on another device."""
+        assert self.machine is not None
+        return all(finding.diagnostic == RerunDiagnostic.CORRECT_RESULT for finding in self.machine.findings)
 
     def _choose(self, findings: Sequence[Finding]) -> str:
         """Return what becomes of a step: the most careful of what its findings ask for."""
@@ -348,6 +378,9 @@ class RerunValidation(Callback):
     def _save(self, trainer: Trainer) -> None:
         """Collective. Save a checkpoint from which another job runs this step first."""
         assert self.window is not None
+        own = (str(trainer.global_rank), digest([m.batch for m in self.window.micro_batches]))
+        assert self.machine is not None
+        self._digests = dict(self.machine.ranks.gather(own))
         self.window.go_back()
         directory = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
         path = os.path.join(directory, f"rerun-step={trainer.global_step}.ckpt")

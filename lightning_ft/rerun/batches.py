@@ -1,9 +1,11 @@
 """Batches that are kept for a rerun: what the step may have done to them meanwhile."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -35,15 +37,13 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def is_plain(batch: Any) -> bool:
-    """Return whether ``batch`` can be kept in a checkpoint that is loaded without running code of its own."""
-    if batch is None or isinstance(batch, bool | int | float | str):
-        return True
-    if type(batch) is dict:
-        return all(isinstance(key, str | int) and is_plain(value) for key, value in batch.items())
-    if type(batch) in (list, tuple):
-        return all(map(is_plain, batch))
-    return type(batch) is Tensor
+def digest(batch: Any) -> str:
+    """Return what tells ``batch`` from others: a checksum of its tensors."""
+    checksum = hashlib.sha256()
+    for tensor in tensors_of(batch):
+        checksum.update(str((tensor.dtype, tuple(tensor.shape))).encode())
+        checksum.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return checksum.hexdigest()
 
 
 def _rebuild(batch: Any, of_tensor: Any) -> Any:

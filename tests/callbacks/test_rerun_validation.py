@@ -1,5 +1,6 @@
 import json
 import math
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft import FTStrategy
-from lightning_ft.callbacks import RerunValidation
+from lightning_ft.callbacks import LoaderPosition, RerunValidation
 from lightning_ft.testing import run_job, run_without_supervisor
 
 QUIET: dict[str, Any] = {
@@ -98,6 +99,7 @@ def fit(
     model: Model | None = None,
     num_batches: int = 36,
     accumulate: int = 1,
+    ckpt_path: str | None = None,
     **options: Any,
 ) -> Training:
     seed_everything(3, verbose=False)
@@ -114,7 +116,7 @@ def fit(
         callbacks=[outputs, *([] if validation is None else [validation])],
         **options,
     )
-    trainer.fit(model, data)
+    trainer.fit(model, data, ckpt_path=ckpt_path)
     return trainer, model, outputs
 
 
@@ -226,6 +228,38 @@ def test_a_skipped_batch_leaves_weights_optimizer_buffers_and_metrics_as_they_we
     assert model.calls.count(7) == 2
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_without_anybody_to_ask_the_job_ends_with_16_and_another_device_tells(
+    accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Module(Model):
+        def configure_callbacks(self) -> Any:
+            return [LoaderPosition()]
+
+    options: dict[str, Any] = {"default_root_dir": str(tmp_path), "accumulate": accumulate}
+    with pytest.raises(SystemExit) as ended:
+        fit(RerunValidation(), always(7, nan), model=Module(), **options)
+    assert ended.value.code == 16
+    (path,) = tmp_path.glob("rerun-step=*.ckpt")
+    assert path.name == f"rerun-step={7 // accumulate}.ckpt"
+    for device, fault, on_correct, code, verdict in (
+        (platform.node(), always(7, nan), "skip_batch", 16, "undecided"),
+        ("elsewhere", always(7, nan), "stop", 17, "correct_result"),
+        ("elsewhere", always(7, nan), "skip_batch", 0, "correct_result"),
+        ("elsewhere", None, "stop", 0, "persistent_error"),
+    ):
+        monkeypatch.setattr(platform, "node", lambda device=device: device)
+        validation: Any = RerunValidation(on_correct=on_correct)
+        told = 0
+        try:
+            trainer, model, _ = fit(validation, fault, model=Module(), ckpt_path=str(path), **options)
+            assert trainer.global_step == 36 // accumulate
+            assert all(value.isfinite().all() for value in model.state_dict().values())
+        except SystemExit as error:
+            told = error.code
+        assert (told, {row["verdict"] for row in validation.rows}) == (code, {verdict})
+
+
 TRANSIENT = "transient_error"
 JOB = Path(__file__).parent / "jobs" / "rerun.py"
 
@@ -277,3 +311,10 @@ def test_a_rank_may_die_while_a_step_is_run_again_or_skip_its_batch(tmp_path: Pa
     results = run("FTStrategy", "none", directory=tmp_path)
     assert told(results[0]["none"]) == [(9, 8, 0, TRANSIENT, "rerun")]
     assert weights(results[0]["none"]) == weights(results[1]["none"])
+
+
+def test_the_supervisor_ends_with_the_code_that_asks_for_another_device(tmp_path: Path) -> None:
+    job = run_job(JOB, ["sharded", "undecided"], num_slots=2, directory=tmp_path)
+    assert job.returncode == 16, job.tail()
+    assert "Ends with code 16: resume it on other devices" in job.stderr
+    assert list(tmp_path.glob("rerun-step=*.ckpt"))
