@@ -14,6 +14,7 @@ from lightning_ft.testing import (
     FaultPlan,
     JobResult,
     assert_every_ticket_once,
+    assert_no_violations,
     assert_recovered,
     assert_steps_contiguous,
     assert_used_up,
@@ -50,6 +51,7 @@ class Training:
         assert_recovered(self.events)
         assert_steps_contiguous(self.events)
         assert_every_ticket_once(self.events)
+        assert_no_violations(self.events)
         self.assert_every_sample_once(num_samples, max_epochs)
         self.assert_ranks_agree()
         self.assert_logs_are_in_one_version()

@@ -117,6 +117,15 @@ def read_file(directory: Path, name: str) -> bytes:
     return data
 
 
+def damage(path: str | os.PathLike[str]) -> str | None:
+    """Return what is wrong with a checkpoint, or None."""
+    try:
+        verify(path)
+    except DamagedCheckpointError as error:
+        return error.reason
+    return None
+
+
 def _check_entries(directory: Path, entries: Sequence[FileEntry], thoroughness: Thoroughness) -> None:
     workers = min(8, os.cpu_count() or 1, max(1, len(entries)))
     with ThreadPoolExecutor(workers) as pool:

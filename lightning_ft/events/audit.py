@@ -3,18 +3,19 @@
 Pure over the events that :func:`~lightning_ft.events.log.read_events` returns; nothing is read or measured here.
 """
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from statistics import median
-from typing import Any
 
-Event = Mapping[str, Any]
-Process = tuple[int, int]  # slot, incarnation
-Place = tuple[str, int, int]  # ("step", its number, 0) or ("accumulated", epoch, batch)
-_CONTENT = ("epoch", "tickets", "members")
+import numpy as np
+
+from lightning_ft.events.contents import Contents, Event, process_of
+from lightning_ft.events.timeline import Death, Join, Timeline
+
+__all__ = ["Audit", "Death", "EpochAudit", "Event", "GenerationAudit", "Join", "Replay", "audit"]
 
 
 @dataclass(frozen=True)
@@ -38,58 +39,6 @@ class EpochAudit:
     twice: tuple[int, ...]
     never: tuple[int, ...]
     unknown: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Death:
-    """The end of a process that was no normal end.
-
-    Args:
-        slot: Its slot.
-        incarnation: How often the slot was started before.
-        how: "SIGKILL", "exit code 1", "ValueError: ...".
-        time: When its supervisor noticed it or, for a fault of a plan, when that fired.
-        member: Whether it took part in the training; else it was starting, or the call was over.
-        step: The last step committed before.
-        recovery: Seconds until the first survivor that knew of it committed a step; None if none did.
-        stall: Seconds by which the survivors' longest step around the reconfiguration exceeded the median; None if the
-            reconfiguration was in no step. A validation or a checkpoint between the two steps counts in.
-        reconfiguration: Seconds that the slowest survivor spent in the change of membership; None if there was none.
-        respawn: Seconds until the slot's next incarnation committed a step; None if it did not.
-
-    """
-
-    slot: int
-    incarnation: int
-    how: str
-    time: float
-    member: bool
-    step: int
-    recovery: float | None
-    stall: float | None
-    reconfiguration: float | None
-    respawn: float | None
-
-
-@dataclass(frozen=True)
-class Join:
-    """A process that entered the running training.
-
-    Args:
-        slot: Its slot.
-        incarnation: How often the slot was started before.
-        time: When it took part.
-        step: Steps that were committed then.
-        gap: Seconds by which the others' longest step around the admission exceeded the median; None if it was in no
-            step.
-
-    """
-
-    slot: int
-    incarnation: int
-    time: float
-    step: int
-    gap: float | None
 
 
 @dataclass(frozen=True)
@@ -148,9 +97,15 @@ class Audit:
             unfinished_epoch: Whether training was meant to stop in the middle of the last epoch.
 
         """
+        return self.data_problems(unfinished_epoch=unfinished_epoch) + self.step_problems()
+
+    def data_problems(self, *, unfinished_epoch: bool = False) -> list[str]:
+        """Return what is wrong with the run's data; see :meth:`problems`."""
         found: list[str] = []
+        # A later one may have been begun by a run before this one, which resumed from an earlier checkpoint.
+        last = max((number for number, epoch in self.epochs.items() if epoch.num_trained), default=-1)
         for number, epoch in sorted(self.epochs.items()):
-            is_cut = unfinished_epoch and number == max(self.epochs)
+            is_cut = unfinished_epoch and number >= last
             lists = (
                 ("twice", epoch.twice),
                 ("never", () if is_cut else epoch.never),
@@ -159,17 +114,94 @@ class Audit:
             found += [f"Epoch {number} trained {_tell(tickets)} {how}." for how, tickets in lists if tickets]
             if not epoch.announced:
                 found.append(f"Nobody said how many batches epoch {number} has.")
-        if self.steps_lost:
-            found.append(f"No rank committed steps {_tell(self.steps_lost)}.")
-        if self.conflicts:
-            found.append(f"Ranks disagree about what is in steps {_tell(self.conflicts)}.")
         if self.partial:
             found.append(f"The global batch is constant, but steps {_tell(self.partial)} lack a part of theirs.")
         return found
 
+    def step_problems(self) -> list[str]:
+        """Return what is wrong with the run's steps; see :meth:`problems`."""
+        found: list[str] = []
+        if self.steps_lost:
+            found.append(f"No rank committed steps {_tell(self.steps_lost)}.")
+        if self.conflicts:
+            found.append(f"Ranks disagree about what is in steps {_tell(self.conflicts)}.")
+        return found
+
+
+class Replay:
+    """An audit that is fed event by event, in the order of time, so that a long run needs no memory for its events."""
+
+    def __init__(self) -> None:
+        self.contents = Contents()
+        self.timeline = Timeline()
+        self._exits: list[Event] = []
+        self._joins: list[Event] = []
+        self._epochs: dict[int, Event] = {}
+        self._generations: list[GenerationAudit] = []
+        self._exit_code: int | None = None
+        self.handlers: dict[str, Callable[[Event], None]] = {
+            "run": self._on_run,
+            "step": self._on_step,
+            "accumulated": self.contents.tell,
+            "rewound": lambda event: self.contents.rewind(event["step"], event["batch"]),
+            "resumed": lambda event: self.contents.rewind(event["step"]),
+            "generation": self._on_generation,
+            "fault": self.timeline.tell_fault,
+            "exit": self._exits.append,
+            "joined": self._joins.append,
+            "epoch": self._on_epoch,
+            "finish": self._on_finish,
+        }
+        """What takes in an event, by its kind; others do not matter."""
+
+    def feed(self, event: Event) -> None:
+        """Take in one event."""
+        handler = self.handlers.get(event["event"])
+        if handler is not None:
+            handler(event)
+
+    def _on_run(self, event: Event) -> None:
+        self._exit_code = None
+
+    def _on_finish(self, event: Event) -> None:
+        self._exit_code = event["code"]
+
+    def _on_epoch(self, event: Event) -> None:
+        self._epochs[event["epoch"]] = event
+
+    def _on_step(self, event: Event) -> None:
+        self.contents.tell(event)
+        self.timeline.tell_step(event)
+
+    def _on_generation(self, event: Event) -> None:
+        if event["slot"] is None:
+            self._generations.append(_generation(event))
+        else:
+            self.timeline.tell_change(event)
+
+    def finish(self) -> Audit:
+        """Return what the events so far add up to."""
+        exits, timeline = self._exits, self.timeline
+        died = {process_of(event) for event in exits if event["code"] != 0}
+        conflicts = self.contents.settle(died)
+        timeline.settle()
+        steps = self.contents.steps
+        return Audit(
+            epochs=_audit_epochs(self.contents, self._epochs),
+            deaths=tuple(timeline.death(exit) for exit in exits if exit["code"] != 0 or exit["member"]),
+            joins=tuple(timeline.join(joined) for joined in self._joins),
+            generations=tuple(self._generations),
+            steps=tuple(steps),
+            steps_lost=tuple(chain.from_iterable(range(before + 1, after) for before, after in pairwise(steps))),
+            conflicts=tuple(conflicts),
+            partial=tuple(sorted(_partial(self.contents, self._epochs))),
+            median_step=timeline.median,
+            exit_code=self._exit_code,
+        )
+
 
 def audit(events: Iterable[Event]) -> Audit:
-    """Replay the events of one run.
+    """Replay the events of one run, or of several of which each resumed the one before.
 
     Args:
         events: Those of all ranks and of the supervisor, sorted by time.
@@ -178,186 +210,55 @@ def audit(events: Iterable[Event]) -> Audit:
         What they add up to.
 
     """
-    by_kind: dict[str, list[Event]] = {}
-    records: list[Event] = []
+    replay = Replay()
     for event in events:
-        by_kind.setdefault(event["event"], []).append(event)
-        if event["event"] in ("step", "accumulated"):
-            records.append(event)
-        elif event["event"] == "rewound":
-            records = [record for record in records if not _is_later(record, event)]
-    timeline = _Timeline(by_kind.get("step", []), by_kind.get("generation", []), by_kind.get("fault", []))
-    died = {_process(event) for event in by_kind.get("exit", []) if event["code"] != 0}
-    contents, different = _contents(records, died)
-    steps = sorted(number for kind, number, _ in contents if kind == "step")
-    conflicts = (number for kind, number, _ in different if kind == "step")
-    return Audit(
-        epochs=_audit_epochs(contents.values(), by_kind.get("epoch", [])),
-        deaths=tuple(timeline.death(exit) for exit in by_kind.get("exit", []) if exit["code"] != 0 or exit["member"]),
-        joins=tuple(timeline.join(joined) for joined in by_kind.get("joined", [])),
-        generations=tuple(_generation(event) for event in by_kind.get("generation", []) if event["slot"] is None),
-        steps=tuple(steps),
-        steps_lost=tuple(sorted(set(range(steps[0], steps[-1])) - set(steps))) if steps else (),
-        conflicts=tuple(sorted(conflicts)),
-        partial=tuple(sorted(_partial(contents, by_kind.get("epoch", [])))),
-        median_step=timeline.median,
-        exit_code=next((event["code"] for event in by_kind.get("finish", [])), None),
-    )
+        replay.feed(event)
+    return replay.finish()
 
 
-def _contents(records: Sequence[Event], died: Set[Process]) -> tuple[dict[Place, Event], set[Place]]:
-    """What each step contained, and the steps of which the ranks that went on say different things.
-
-    A rank may die after it completed a reduction that the survivors had not completed yet: they run it again, among
-    themselves, and that is what the training went on from. So what a rank says of its last batch before it died only
-    counts if nobody else knows of it. Batches that were only accumulated are listed like steps.
-    """
-    told: dict[Place, list[tuple[int, Event]]] = {}
-    last_batch: dict[Process, int] = {}
-    for index, record in enumerate(records):
-        told.setdefault(_place(record), []).append((index, record))
-        if any(record.get("tickets", {}).values()):
-            last_batch[_process(record)] = index
-    contents: dict[Place, Event] = {}
-    conflicts: set[Place] = set()
-    for place, by_index in told.items():
-        went_on = [r for i, r in by_index if _process(r) not in died or i < last_batch.get(_process(r), 0)]
-        counting = went_on or [by_index[-1][1]]
-        contents[place] = counting[0]
-        if any(counting[0].get(field) != record.get(field) for record in counting for field in _CONTENT):
-            conflicts.add(place)
-    return contents, conflicts
-
-
-def _is_later(record: Event, rewound: Event) -> bool:
-    """Whether a rank that went back gave up what ``record`` tells: all did, and it does not count."""
-    if record["event"] == "step":
-        return bool(record["step"] > rewound["step"])
-    return bool(record["batch"] > rewound["batch"])
-
-
-def _place(record: Event) -> Place:
-    return ("step", record["step"], 0) if record["event"] == "step" else ("accumulated", record["epoch"], record["batch"])
-
-
-def _tells_of(slot: int, change: Event) -> bool:
-    return any(death[0] == slot for death in change["dead"])
-
-
-def _process(event: Event) -> Process:
-    return event["slot"], event["incarnation"]
-
-
-def _audit_epochs(steps: Iterable[Event], announcements: Iterable[Event]) -> dict[int, EpochAudit]:
-    trained: dict[int, Counter[int]] = {}
-    for step in steps:
-        if "epoch" in step:
-            trained.setdefault(step["epoch"], Counter()).update(chain.from_iterable(step["tickets"].values()))
-    sizes: dict[int, int | None] = {event["epoch"]: event["num_tickets"] for event in announcements}
+def _audit_epochs(contents: Contents, announced: Mapping[int, Event]) -> dict[int, EpochAudit]:
+    trained: dict[int, array[int]] = {}
+    for _, content in contents.items():
+        if content.epoch is not None:
+            trained.setdefault(content.epoch, array("q")).extend(content.tickets)
     return {
-        number: _epoch(trained.get(number, Counter()), sizes.get(number), number in sizes)
-        for number in sorted({*trained, *sizes})
+        number: _epoch(trained.get(number, array("q")), announced.get(number)) for number in sorted({*trained, *announced})
     }
 
 
-def _partial(contents: Mapping[Place, Event], announcements: Iterable[Event]) -> Iterator[int]:
+def _partial(contents: Contents, announced: Mapping[int, Event]) -> Iterator[int]:
     """The steps that have a part of a global batch only."""
     sizes = {
-        event["epoch"]: (event["global_batch"], event["num_tickets"]) for event in announcements if "global_batch" in event
+        number: (event["global_batch"], event["num_tickets"])
+        for number, event in announced.items()
+        if "global_batch" in event
     }
-    for (_, number, _), record in contents.items():
-        if record.get("epoch") in sizes:
-            size, num_tickets = sizes[record["epoch"]]
-            tickets = set(chain.from_iterable(record["tickets"].values()))
+    for place, content in contents.items() if sizes else ():
+        if content.epoch in sizes and isinstance(place, int):
+            size, num_tickets = sizes[content.epoch]
+            tickets = set(content.tickets)
             whole = {first + i for first in {ticket // size * size for ticket in tickets} for i in range(size)}
             if any(ticket not in tickets for ticket in whole if ticket < num_tickets):
-                yield number
+                yield place
 
 
-def _epoch(trained: Counter[int], num_tickets: int | None, announced: bool) -> EpochAudit:
-    expected = set(range(num_tickets or 0))
+def _epoch(trained: array[int], announced: Event | None) -> EpochAudit:
+    num_tickets = None if announced is None else announced["num_tickets"]
+    tickets, counts = np.unique(np.frombuffer(trained, dtype=np.int64), return_counts=True)
+    expected = np.arange(num_tickets or 0)
     return EpochAudit(
         num_tickets=num_tickets,
-        announced=announced,
-        num_trained=trained.total(),
-        twice=tuple(sorted(ticket for ticket, count in trained.items() if count > 1)),
-        never=tuple(sorted(expected - trained.keys())),
-        unknown=() if num_tickets is None else tuple(sorted(trained.keys() - expected)),
+        announced=announced is not None,
+        num_trained=len(trained),
+        twice=tuple(tickets[counts > 1].tolist()),
+        never=tuple(np.setdiff1d(expected, tickets, assume_unique=True).tolist()),
+        unknown=() if num_tickets is None else tuple(tickets[tickets >= num_tickets].tolist()),
     )
 
 
 def _generation(event: Event) -> GenerationAudit:
     dead = tuple(sorted(death["slot"] for death in event["dead"]))
     return GenerationAudit(event["number"], event["reason"], tuple(event["members"]), dead, event["t"])
-
-
-class _Timeline:
-    """When each process committed its steps and changed its membership.
-
-    Args:
-        steps: Events of that kind.
-        generations: Events of that kind.
-        faults: Events of that kind.
-
-    """
-
-    def __init__(self, steps: Iterable[Event], generations: Iterable[Event], faults: Iterable[Event]) -> None:
-        self._steps: dict[Process, list[tuple[float, int]]] = {}
-        for event in steps:
-            self._steps.setdefault(_process(event), []).append((event["t"], event["step"]))
-        self._changes = [event for event in generations if event["slot"] is not None]
-        self._fired: dict[Process, float] = {_process(event): event["t"] for event in faults}
-        gaps = [after[0] - before[0] for times in self._steps.values() for before, after in pairwise(times)]
-        self.median = median(gaps) if gaps else None
-
-    def death(self, exit: Event) -> Death:
-        """Describe the death that an exit is."""
-        slot, incarnation = exit["slot"], exit["incarnation"]
-        fired = self._fired.get((slot, incarnation))
-        # The others go on as soon as a rank says what it raised; how long ago that was, its exit says.
-        time = float(exit["t"]) - exit.get("ago", 0.0) if fired is None else fired
-        told = [e for e in self._changes if e["t"] >= time and e["slot"] != slot and _tells_of(slot, e)]
-        # Where each of the others learned of it; of two deaths at once, some may learn in one change and some in two.
-        changes = list({_process(event): event for event in reversed(told)}.values())
-        next_steps = [found for change in changes if (found := self._next_step(change)) is not None]
-        later = [times[0][0] for other, times in self._steps.items() if other[0] == slot and other[1] > incarnation]
-        return Death(
-            slot=exit["slot"],
-            incarnation=exit["incarnation"],
-            how=exit["how"],
-            time=time,
-            member=exit["member"],
-            step=self._step_at(time),
-            recovery=min(next_steps) - time if next_steps else None,
-            stall=self._excess(changes),
-            reconfiguration=max((event["stall_ms"] / 1e3 for event in changes), default=None),
-            respawn=min(later) - time if later else None,
-        )
-
-    def join(self, joined: Event) -> Join:
-        """Describe the join that a joiner reports."""
-        slot = joined["slot"]
-        changes = [e for e in self._changes if slot in e["joined"] and e["t"] <= joined["t"]]
-        changes = [e for e in changes if e["generation"] == changes[-1]["generation"] and e["slot"] != slot]
-        return Join(slot, joined["incarnation"], joined["t"], joined["step"], self._excess(changes))
-
-    def _step_at(self, time: float) -> int:
-        return max((step for times in self._steps.values() for t, step in times if t <= time), default=0)
-
-    def _next_step(self, change: Event) -> float | None:
-        times = [t for t, _ in self._steps.get((change["slot"], change["incarnation"]), ())]
-        position = bisect_left(times, change["t"])
-        return times[position] if position < len(times) else None
-
-    def _excess(self, changes: Sequence[Event]) -> float | None:
-        """Seconds by which the longest of the steps in which these changes happened exceeded the median."""
-        gaps: list[float] = []
-        for event in changes:
-            times = [t for t, _ in self._steps.get(_process(event), ())]
-            position = bisect_left(times, event["t"])
-            if 0 < position < len(times):
-                gaps.append(times[position] - times[position - 1])
-        return max(0.0, max(gaps) - self.median) if gaps and self.median is not None else None
 
 
 def _tell(numbers: Sequence[int]) -> str:

@@ -90,6 +90,8 @@ KINDS: Mapping[str, Kind] = {
     "admitted": Kind("members let joiners in", {"joined": list, "ms": _NUMBER}),
     "joined": Kind("a joiner takes part", {"step": int, "epoch": int}),
     # Training.
+    "fit": Kind("a fit begins"),
+    "fit_end": Kind("a fit ended", {"step": int, "epoch": int, "whole": bool}),
     "step": Kind("an optimizer step was committed", {"step": int}, _CONTENT),
     "accumulated": Kind("a batch was trained of which no step is made yet", {"batch": int, **_CONTENT}),
     "rewound": Kind("all ranks went back to a snapshot", {"step": int, "batch": int, "lost": int}, {"ms": _NUMBER}),
@@ -100,6 +102,7 @@ KINDS: Mapping[str, Kind] = {
         {"step": int, "epoch": int, "batch_idx": int, "rank": int, "name": str, "verdict": str, "action": str},
         {"value": object, "rerun_value": object, "expected": str},
     ),
+    "corruption": Kind("ranks hold other values than the others", {"step": int, "differing": dict, "action": str}),
     "metrics": Kind("values of a step, the same on all ranks", {"step": int}, open=True),
     "verdict": Kind(
         "whether the training went on after a restart as before",

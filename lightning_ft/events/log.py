@@ -19,6 +19,7 @@ Listener = Callable[[str, dict[str, Any]], None]
 _MAX_LINES_IN_MEMORY = 10_000
 _MAX_LINE = 1 << 15
 _MAX_TEXT = 4000
+_scan = json.JSONDecoder().raw_decode
 _to_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 
@@ -185,8 +186,8 @@ def read_events(directory: str | os.PathLike[str]) -> Events:
     events: list[dict[str, Any]] = []
     num_torn = 0
     for path in sorted(Path(directory).glob("*.jsonl")):
-        for line in path.read_bytes().split(b"\n"):
-            record = _parse(line)
+        for line in path.read_bytes().decode(errors="replace").split("\n"):
+            record = parse(line)
             if record is not None:
                 events.append(record)
             elif line:
@@ -196,10 +197,11 @@ def read_events(directory: str | os.PathLike[str]) -> Events:
     return Events(events, num_torn)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """The record in a line, or ``None`` if this is not a whole one."""
+def parse(line: str) -> dict[str, Any] | None:
+    """Return the record in a line, or None if this is not a whole one."""
     try:
-        record = json.loads(line)
+        record, end = _scan(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("t"), int | float) else None
+    whole = isinstance(record, dict) and isinstance(record.get("t"), int | float) and not line[end:].strip()
+    return record if whole else None

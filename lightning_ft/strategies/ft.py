@@ -396,6 +396,8 @@ class FTStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._live.enter()
         self._open_event_log(trainer)
+        if fitting and not self._is_joiner:
+            self.events.emit("fit")
         if fitting and self._is_joiner:
             # Here, and not after `on_fit_start`: callbacks expect in that hook what they saved.
             trainer._checkpoint_connector._restore_modules_and_callbacks(joining.PEER_CHECKPOINT)
@@ -757,6 +759,9 @@ class FTStrategy(ParallelStrategy):
     def teardown(self) -> None:
         if self._steps is not None:
             self._steps.close()
+            assert self._live is not None
+            trainer, is_whole = self._live.trainer, self._live.is_last_batch
+            self.events.emit("fit_end", step=trainer.global_step, epoch=trainer.current_epoch, whole=is_whole)
         self._steps = self._evaluation = None
         if self._live is not None and self._live.loader is not None:
             self._live.loader.close()

@@ -13,6 +13,7 @@ from lightning_ft.dump.diff import assert_dumps_equal
 from lightning_ft.testing.assertions import (
     assert_every_ticket_once,
     assert_metrics_equal,
+    assert_no_violations,
     assert_reconfigurations,
     assert_recovered,
     assert_steps_contiguous,
@@ -31,6 +32,7 @@ __all__ = [
     "assert_dumps_equal",
     "assert_every_ticket_once",
     "assert_metrics_equal",
+    "assert_no_violations",
     "assert_reconfigurations",
     "assert_recovered",
     "assert_steps_contiguous",

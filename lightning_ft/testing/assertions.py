@@ -11,6 +11,8 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_ft.checkpoint.verify import damage
+from lightning_ft.events.analysis import analyze
 from lightning_ft.events.audit import Event, audit
 from lightning_ft.sharding.full_state import gather_full
 from lightning_ft.testing.fault_plan import FaultPlan
@@ -83,6 +85,18 @@ def assert_recovered(events: Iterable[Event]) -> None:
         is_last = not found.steps or death.step >= found.steps[-1]
         recovered = not death.member or is_last or death.recovery is not None
         assert recovered, f"Nobody committed a step after slot {death.slot} died ({death.how}) at step {death.step}."
+
+
+def assert_no_violations(run: Iterable[Event] | str | os.PathLike[str], *, checkpoints: bool = True) -> None:
+    """Fail if the run violates a rule of :mod:`lightning_ft.events.rules`, with all violations.
+
+    Args:
+        run: Its events, or the directory that they are in.
+        checkpoints: Whether to look at the checkpoints that should be there, too.
+
+    """
+    found = analyze(run, damage if checkpoints else None).violations
+    assert not found, "\n".join(map(str, found))
 
 
 def assert_used_up(plan: FaultPlan, events: Iterable[Event] = ()) -> None:

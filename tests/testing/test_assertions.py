@@ -7,6 +7,7 @@ import torch
 from lightning_ft.testing import (
     assert_every_ticket_once,
     assert_metrics_equal,
+    assert_no_violations,
     assert_reconfigurations,
     assert_recovered,
     assert_steps_contiguous,
@@ -102,3 +103,16 @@ def test_metrics_files_are_compared_row_by_row(tmp_path: Path) -> None:
         assert_metrics_equal(paths[0], paths[1])
     with pytest.raises(AssertionError, match="One file has 2 rows, the other 1"):
         assert_metrics_equal(paths[0], paths[2])
+
+
+def test_violations_of_a_run_are_told(tmp_path: Path) -> None:
+    stamp = {"slot": 0, "incarnation": 0}
+    events = [{"t": 1.0, "event": "step", "step": step, **stamp} for step in (1, 2, 4)]
+    with pytest.raises(AssertionError, match=r"\[steps-contiguous\] No rank committed steps 3\."):
+        assert_no_violations(events)
+    whole = [*events[:2], {"t": 1.0, "event": "step", "step": 3, **stamp}]
+    assert_no_violations(whole)
+    saved = {"t": 2.0, "event": "checkpoint", "path": str(tmp_path / "gone.ckpt"), "step": 3, **stamp}
+    with pytest.raises(AssertionError, match=r"gone.ckpt: it does not exist"):
+        assert_no_violations([*whole, saved])
+    assert_no_violations([*whole, saved], checkpoints=False)
