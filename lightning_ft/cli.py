@@ -11,7 +11,9 @@ from typing import NoReturn, get_args
 from lightning_ft.checkpoint import commands as checkpoint_commands
 from lightning_ft.dump import commands as dump_commands
 from lightning_ft.elastic.options import StartMethod
+from lightning_ft.events import commands as event_commands
 from lightning_ft.events import proof
+from lightning_ft.supervision import control_command
 from lightning_ft.supervision.command import exec_supervisor
 from lightning_ft.supervision.other_launchers import other_launcher
 
@@ -24,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     _add_run(commands.add_parser("run", help="start a training script with several ranks that may die"))
     checkpoint_commands.add_to(commands.add_parser("ckpt", help="list, verify, export or remove checkpoints"))
     dump_commands.add_to(commands.add_parser("dump", help="list, show or compare what TensorDump wrote"))
+    event_commands.add_report_to(commands.add_parser("report", help="tell what happened in a run, and what is wrong in it"))
+    event_commands.add_log_to(commands.add_parser("log", help="print the events of a run as lines of key=value words"))
+    control_command.add_to(commands.add_parser("ctl", help="ask a running job for something"))
     proof.add_to(commands.add_parser("data", help="tell which batches were trained, by whom, which twice and which never"))
     words, program = _split_program(words) if words[:1] == ["run"] else (words, [])
     arguments = parser.parse_args(words, argparse.Namespace(program=program))

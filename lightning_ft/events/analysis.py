@@ -59,15 +59,15 @@ class Analyzer:
             for kind in rule.kinds:
                 self._feeds.setdefault(kind, []).append(rule.feed)
 
-    def feed(self, event: Event) -> None:
-        """Take in one event."""
+    def feed(self, event: Event) -> bool:
+        """Take in one event; return whether it has the fields of its kind."""
         self._num_events += 1
         if not self._form.admits(event):
-            return
+            return False
         kind = event["event"]
         if self._held is not None:
             self._hold(event, kind)
-            return
+            return True
         if kind == "step":
             self._newest = event["step"]
             self._is_resumed = False
@@ -75,8 +75,9 @@ class Analyzer:
             self._is_resumed = True
         elif kind == "fit" and self._newest and not self._is_resumed:
             self._held = [event]
-            return
+            return True
         self._pass_on(event, kind)
+        return True
 
     def _pass_on(self, event: Event, kind: str) -> None:
         for feed in self._feeds.get(kind, ()):

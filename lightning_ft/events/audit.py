@@ -99,20 +99,27 @@ class Audit:
         """
         return self.data_problems(unfinished_epoch=unfinished_epoch) + self.step_problems()
 
-    def data_problems(self, *, unfinished_epoch: bool = False) -> list[str]:
-        """Return what is wrong with the run's data; see :meth:`problems`."""
+    def data_problems(self, *, unfinished_epoch: bool = False, begun_before: bool = False) -> list[str]:
+        """Return what is wrong with the run's data; see :meth:`problems`.
+
+        Args:
+            unfinished_epoch: Whether training was meant to stop in the middle of the last epoch.
+            begun_before: Whether a part of the first epoch was trained in a run whose events are not there.
+
+        """
         found: list[str] = []
         # A later one may have been begun by a run before this one, which resumed from an earlier checkpoint.
         last = max((number for number, epoch in self.epochs.items() if epoch.num_trained), default=-1)
         for number, epoch in sorted(self.epochs.items()):
-            is_cut = unfinished_epoch and number >= last
+            is_first = begun_before and number == min(self.epochs)
+            is_cut = is_first or (unfinished_epoch and number >= last)
             lists = (
                 ("twice", epoch.twice),
                 ("never", () if is_cut else epoch.never),
                 ("without having it", epoch.unknown),
             )
             found += [f"Epoch {number} trained {_tell(tickets)} {how}." for how, tickets in lists if tickets]
-            if not epoch.announced:
+            if not epoch.announced and not is_first:
                 found.append(f"Nobody said how many batches epoch {number} has.")
         if self.partial:
             found.append(f"The global batch is constant, but steps {_tell(self.partial)} lack a part of theirs.")
@@ -143,7 +150,7 @@ class Replay:
             "run": self._on_run,
             "step": self._on_step,
             "accumulated": self.contents.tell,
-            "rewound": lambda event: self.contents.rewind(event["step"], event["batch"]),
+            "rewound": lambda event: self.contents.rewind(event["step"], event["batch"], process_of(event)[0]),
             "resumed": lambda event: self.contents.rewind(event["step"]),
             "generation": self._on_generation,
             "fault": self.timeline.tell_fault,

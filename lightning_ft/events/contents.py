@@ -9,7 +9,7 @@ from typing import Any
 
 Event = Mapping[str, Any]
 Process = tuple[int, int, int]  # attempt, slot, incarnation
-Place = int | tuple[int, int]  # a step, or the epoch and the number of a batch that was accumulated
+Place = int | tuple[int, int, int]  # a step, or attempt, epoch and number of a batch that was accumulated
 
 
 _NUM_RECENT = 16
@@ -59,7 +59,7 @@ class Contents:
         """Take in a step, or a batch that was accumulated."""
         process = process_of(event)
         is_step = event["event"] == "step"
-        place: Place = event["step"] if is_step else (event["epoch"], event["batch"])
+        place: Place = event["step"] if is_step else (process[0], event["epoch"], event["batch"])
         packed, has_batches = self._pack(place, event)
         if is_step:
             step: int = event["step"]
@@ -77,12 +77,13 @@ class Contents:
         elif packed:
             self._tails.setdefault(process, []).append(place)
 
-    def rewind(self, step: int, batch: int | None = None) -> None:
+    def rewind(self, step: int, batch: int | None = None, attempt: int = 0) -> None:
         """Forget what came after ``step``: all ranks went back to it, or a later run resumed from it.
 
         Args:
             step: The newest that counts.
             batch: The newest batch that counts; None if that is not known.
+            attempt: Whose batches are numbered so.
 
         """
         for number in range(step + 1, self._newest + 1):
@@ -90,7 +91,7 @@ class Contents:
         self._newest = min(self._newest, step)
         for place, after in list(self._after.items()):
             assert isinstance(place, tuple)
-            if after > step or (batch is not None and place[1] > batch):
+            if after > step or (batch is not None and place[0] == attempt and place[2] > batch):
                 self._forget(place)
             elif batch is None and after == step:
                 self._tentative.append(place)

@@ -102,7 +102,6 @@ KINDS: Mapping[str, Kind] = {
         {"step": int, "epoch": int, "batch_idx": int, "rank": int, "name": str, "verdict": str, "action": str},
         {"value": object, "rerun_value": object, "expected": str},
     ),
-    "corruption": Kind("ranks hold other values than the others", {"step": int, "differing": dict, "action": str}),
     "metrics": Kind("values of a step, the same on all ranks", {"step": int}, open=True),
     "verdict": Kind(
         "whether the training went on after a restart as before",

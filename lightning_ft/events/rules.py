@@ -91,16 +91,28 @@ class WellFormed(Rule):
 class SamplesOnce(Rule):
     """Batches are trained once."""
 
-    name, told, kinds = "samples-once", "Every epoch trains each of its batches exactly once.", ("fit_end", "epoch")
+    name, told, kinds = (
+        "samples-once",
+        "Every epoch trains each of its batches exactly once.",
+        ("fit_end", "epoch", "resumed", "step"),
+    )
 
     def __init__(self) -> None:
         self._is_whole = False
+        self._begins_inside: bool | None = None  # in what another run began, whose events are not there
 
     def feed(self, event: Event) -> None:
-        self._is_whole = event["event"] == "fit_end" and event["whole"]
+        if event["event"] == "fit_end":
+            self._is_whole = event["whole"]
+        elif event["event"] == "epoch":
+            self._is_whole = False
+        elif self._begins_inside is None:
+            self._begins_inside = event["event"] == "resumed" and event["step"] > 0
 
     def violations(self, audit: Audit) -> Iterable[Violation]:
-        return [Violation(self.name, text) for text in audit.data_problems(unfinished_epoch=not self._is_whole)]
+        is_cut, is_late = not self._is_whole, bool(self._begins_inside)
+        found = audit.data_problems(unfinished_epoch=is_cut, begun_before=is_late)
+        return [Violation(self.name, text) for text in found]
 
 
 class StepsContiguous(Rule):
@@ -110,7 +122,7 @@ class StepsContiguous(Rule):
     told = "Steps are committed one after the other, and all ranks say the same of them."
 
     def __init__(self) -> None:
-        self._before: int | None = 0  # the next step follows this one
+        self._before: int | None = None  # the next step follows this one
         self._found: list[Violation] = []
 
     def feed(self, event: Event) -> None:
@@ -194,7 +206,7 @@ class JoinersAlike(_Checksums):
 class DeathsRecovered(Rule):
     """Deaths are got over."""
 
-    name, kinds = "deaths-recovered", ("exit", "spawn", "excluded", "control", "step", "stop")
+    name, kinds = "deaths-recovered", ("exit", "spawn", "excluded", "control", "step", "stop", "run")
     told = "After a death the others go on, and the slot is started again or stays out."
 
     def __init__(self) -> None:
@@ -211,7 +223,7 @@ class DeathsRecovered(Rule):
         elif kind == "exit":
             if event["code"] != 0 and event["member"]:
                 self._missing[process_of(event)[:2]] = event
-        elif kind == "stop" or (kind == "control" and event["command"] == "suspend"):
+        elif kind in ("run", "stop") or (kind == "control" and event["command"] == "suspend"):
             self._missing.clear()
         elif event["slot"] is not None:
             self._missing.pop(process_of(event)[:2], None)
@@ -226,8 +238,7 @@ class DeathsRecovered(Rule):
     def violations(self, audit: Audit) -> Iterator[Violation]:
         yield from self._found
         for death in audit.deaths:
-            is_last = not audit.steps or death.step >= audit.steps[-1]
-            if death.member and death.recovery is None and not is_last:
+            if death.member and death.recovery is None and death.went_on:
                 text = f"No survivor that knew it went on after slot {death.slot} died ({death.how}) at step {death.step}."
                 yield Violation(self.name, text, death.time)
 
@@ -247,12 +258,15 @@ class MembersAgree(Rule):
         attempt, slot, _ = process_of(event)
         if slot is None:
             number = event["number"]
-            if number != self._newest.get(attempt, 0) + 1:
-                self._add(event, f"Generation {number} follows generation {self._newest.get(attempt, 0)}.")
+            newest = self._newest.get(attempt, number - 1)  # an earlier Trainer may have logged elsewhere
+            if number != newest + 1:
+                self._add(event, f"Generation {number} follows generation {newest}.")
             self._newest[attempt] = number
             self._published[attempt, number] = event["members"]
             return
         members = self._published.get((attempt, event["generation"]))
+        if members is None and attempt not in self._newest:
+            return
         if members is None:
             self._add(event, f"Slot {slot} adopted generation {event['generation']}, which was not published.")
         elif members != event["members"]:
@@ -348,3 +362,8 @@ def rules_of_a_job(verify: Verify | None = None) -> list[Rule]:
 
     """
     return [MembersAgree(), DeadAreSilent(), CheckpointsIntact(verify)]
+
+
+def rules() -> list[tuple[str, str]]:
+    """Return the name of each rule and what must hold."""
+    return [(rule.name, rule.told) for rule in (WellFormed(), *rules_of_a_fit(), *rules_of_a_job())]

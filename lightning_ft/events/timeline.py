@@ -28,6 +28,7 @@ class Death:
             reconfiguration was in no step. A validation or a checkpoint between the two steps counts in.
         reconfiguration: Seconds that the slowest survivor spent in the change of membership; None if there was none.
         respawn: Seconds until the slot's next incarnation committed a step; None if it did not.
+        went_on: Whether any other process of the same job committed a later step.
 
     """
 
@@ -41,6 +42,7 @@ class Death:
     stall: float | None
     reconfiguration: float | None
     respawn: float | None
+    went_on: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,21 @@ class Timeline:
         # Where each of the others learned of it; of two deaths at once, some may learn in one change and some in two.
         changes = list({process_of(event): event for event in reversed(told)}.values())
         next_steps = [found for change in changes if (found := self._next_step(change)) is not None]
+        own_times, own_steps = self.times_of(process)
+        last = own_steps[-1] if own_times and own_times[-1] > time else self._step_at(time)  # it may end a step first
+        others = (p for p, times in self._times.items() if p[0] == attempt and p != process and times[-1] > time)
         return Death(
             slot=slot,
             incarnation=incarnation,
             how=exit["how"],
             time=time,
             member=exit["member"],
-            step=self._step_at(time),
+            step=last,
             recovery=min(next_steps) - time if next_steps else None,
             stall=self._excess(changes),
             reconfiguration=max((event["stall_ms"] / 1e3 for event in changes), default=None),
             respawn=min(later) - time if later else None,
+            went_on=any(self._steps[other][-1] > last for other in others),
         )
 
     def join(self, joined: Event) -> Join:

@@ -68,7 +68,7 @@ from lightning_ft.strategies.step_checks import check_step_output
 from lightning_ft.strategies.steps import TrainingSteps
 from lightning_ft.strategies.training_data import TrainingData
 from lightning_ft.supervision.other_launchers import other_launcher
-from lightning_ft.trainer.event_log import event_directory, refer, tell_resumed
+from lightning_ft.trainer.event_log import REFERENCE, event_directory, refer, tell_resumed
 from lightning_ft.trainer.saved_directory import save_directory, wants_directory
 from lightning_ft.trainer.verified_resume import VerifiedResume
 
@@ -159,6 +159,7 @@ class FTStrategy(ParallelStrategy):
         self.collectives = Collectives(self.engine)
         self.events = EventLog(slot=0, incarnation=0)
         self.event_directory: Path | None = None
+        self._resumed: tuple[_PATH, dict[str, Any], int] | None = None
         self.attempt = 0
         """How many runs this one goes on from, one after the other."""
         self._startup = StartupRecord(self.engine)
@@ -396,8 +397,8 @@ class FTStrategy(ParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
             self._live.enter()
         self._open_event_log(trainer)
-        if fitting and not self._is_joiner:
-            self.events.emit("fit")
+        if fitting:
+            self._tell_begin()
         if fitting and self._is_joiner:
             # Here, and not after `on_fit_start`: callbacks expect in that hook what they saved.
             trainer._checkpoint_connector._restore_modules_and_callbacks(joining.PEER_CHECKPOINT)
@@ -448,6 +449,13 @@ class FTStrategy(ParallelStrategy):
         for tensor, value in zip(tensors, self.collectives.broadcast_tensors(tensors, label="module"), strict=True):
             tensor.detach().copy_(value)
 
+    def _tell_begin(self) -> None:
+        if self._is_joiner:
+            return
+        if self._resumed is not None:  # told here, where this fit's own log is open
+            self.attempt, self._resumed = tell_resumed(self.events, *self._resumed), None
+        self.events.emit("fit")
+
     def _open_event_log(self, trainer: Trainer) -> None:
         if isinstance(self.engine, LocalEngine):
             self.event_directory = event_directory(trainer, self.engine.run_id)
@@ -490,7 +498,7 @@ class FTStrategy(ParallelStrategy):
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._live.trainer.state.fn == TrainerFn.FITTING and not tuning.is_searching(self._live.trainer):
-            self.attempt = tell_resumed(self.events, checkpoint_path, checkpoint)
+            self._resumed = (checkpoint_path, checkpoint.get(REFERENCE) or {}, checkpoint.get("global_step", 0))
         return checkpoint
 
     def _on_change(self, change: Change) -> None:

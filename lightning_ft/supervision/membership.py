@@ -18,6 +18,7 @@ from lightning_ft.supervision.failures import Failures
 from lightning_ft.supervision.generations import Generations
 from lightning_ft.supervision.outcome import Ending, Outcome, describe, tell_raised
 from lightning_ft.supervision.replicas import shard_for
+from lightning_ft.supervision.requests import FAULTS, Request, status
 from lightning_ft.supervision.respawn import Respawns
 from lightning_ft.supervision.roster import Phase, Rank, Roster
 
@@ -46,6 +47,8 @@ class Membership:
         self._excluding = Excluding(self._roster, self._generations)
         self._incarnations = dict.fromkeys(range(num_slots), -1)
         self._wanted = set(range(num_slots))  # to be spawned
+        self._suspended: set[int] = set()  # not started until somebody asks for it
+        self._step = 0  # of which was last heard
         self._starting: set[int] = set()  # Spawn was returned, started was not called yet
         self._respawns = Respawns()
         self._lost: set[int] = set()  # not respawned because the call was ending; a next call wants them back
@@ -109,6 +112,7 @@ class Membership:
                 self._generations.note(slot, message, now)
             case "progress":
                 self._has_progressed = rank.is_settled = True
+                self._step = max(self._step, message["step"])
                 self._failures.progressed(message["step"])
                 self._generations.progressed(slot)
                 self._respawns.progressed(slot)
@@ -187,6 +191,33 @@ class Membership:
                 self._kill_at = now + self.policy.grace
                 self._excluding.start_over(now)
             self._forget_spawns()
+
+    def asked_for(self, request: Request) -> str | None:
+        """A user asks for something; return why it is refused, or None."""
+        if self._verdict is not None or self._signal is not None:
+            return "the job is ending"
+        size, count = self.policy.shard_size, len(self._incarnations)
+        refusal = request.refusal(self._roster, self.members, self._suspended, count, size)
+        if refusal is not None:
+            return refusal
+        slot = request.slot
+        assert isinstance(slot, int)
+        if request.command == "resume":
+            self._suspended.discard(slot)
+            if slot not in self._roster.ranks:  # else it is started when its process is gone
+                self._wanted.add(slot)
+        elif request.command == "fault":
+            self._roster.act(Signal(slot, FAULTS[str(request.kind)]))
+        else:
+            if request.command == "suspend":
+                self._suspended.add(slot)
+            self._on_exclude(slot, "asked for" if request.command == "exclude" else "suspended")
+        return None
+
+    def status(self) -> dict[str, object]:
+        """Return what is known, for people."""
+        slots = status(self._roster, self.members, self._suspended, len(self._incarnations))
+        return {"fn": self._fn, "step": self._step, "generation": self._generations.number, "slots": slots}
 
     def tick(self, now: float) -> list[Action]:
         """Return what is to be done, after any inputs or when :meth:`deadline` has come."""
@@ -320,6 +351,8 @@ class Membership:
             (self._lost if self._generations.is_ending else self._wanted).add(rank.slot)
 
     def _respawn(self, slot: int, now: float) -> str:
+        if slot in self._suspended:
+            return "it stays out until somebody resumes it"
         limit = self.policy.max_restarts
         count = self._respawns.schedule(slot, now, self.policy.restart_window, limit)
         if count is None:
@@ -386,6 +419,7 @@ class Membership:
         policy = self._policy_now()
         error = self._excluding.settle(self._candidates(), policy, now)
         num_expected = len(self._roster.ranks) + len(self._wanted) + len(self._starting) + len(self._respawns)
+        num_expected += len(self._suspended - self._roster.ranks.keys())
         error = error or self._generations.settle(policy, num_expected, now)
         if self._generations.is_lost:
             error = "No replica is whole, and the ranks that are left do not hold every shard: the state is lost."

@@ -23,6 +23,7 @@ from lightning_ft.events.log import EventLog
 from lightning_ft.supervision import program
 from lightning_ft.supervision.actions import Action, Ask, Finish, Notice, Record, Send, Show, Signal, Spawn
 from lightning_ft.supervision.command import SUPERVISOR_MODULE
+from lightning_ft.supervision.control import Control
 from lightning_ft.supervision.conversations import Conversations, Process
 from lightning_ft.supervision.host_memory import HostMemory
 from lightning_ft.supervision.membership import Membership
@@ -77,6 +78,7 @@ class Supervisor:
         self._memory = HostMemory(num_slots)
         self._store = _start_store()
         self._conversations = Conversations(self._selector, self._find, self._on_message)
+        self._control = Control(self._selector, self._membership, self._perform)
         self._wakeup = self._handle_signals()
         self._writer = Writer(on_room=self._wake)
         self._output = Output(self._selector, self._writer.write)
@@ -100,6 +102,7 @@ class Supervisor:
                 end_group(pid)  # spares, and what they started
             self._starter.close()
             self._conversations.close()
+            self._control.close()
             self._writer.close()
             self._events.close()
             self._memory.close()
@@ -250,6 +253,7 @@ class Supervisor:
             return
         if message["type"] == "log":
             self._events.open(message["directory"])
+            self._control.tell_address(message["directory"])
         self._membership.message(process.slot, process.incarnation, message, time.monotonic())
 
     def _on_message_of_spare(self, spare: int, message: FromRank) -> None:

@@ -52,10 +52,9 @@ def refer(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         checkpoint[REFERENCE] = {"run_id": directory.name, "events": str(directory), "attempt": attempt}
 
 
-def tell_resumed(events: EventLog, path: _PATH, checkpoint: dict[str, Any]) -> int:
-    """Record that a training goes on from ``checkpoint``; return how many attempts came before it."""
-    reference: dict[str, Any] = checkpoint.get(REFERENCE) or {}
+def tell_resumed(events: EventLog, path: _PATH, reference: dict[str, Any], step: int) -> int:
+    """Record that a training goes on from a checkpoint with this reference; return how many attempts came before it."""
     attempt = int(reference.get("attempt", 0)) + 1
     known = {name: reference[name] for name in ("run_id", "events") if name in reference}
-    events.emit("resumed", path=os.path.abspath(path), step=int(checkpoint.get("global_step", 0)), attempt=attempt, **known)
+    events.emit("resumed", path=os.path.abspath(path), step=step, attempt=attempt, **known)
     return attempt

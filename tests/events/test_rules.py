@@ -194,6 +194,14 @@ def test_a_step_that_a_dying_rank_made_alone_and_its_checksum_do_not_count() -> 
     assert analyze(events).violations == ()
 
 
+def test_a_later_trainer_may_log_elsewhere(clean: list[Record]) -> None:
+    last = next(event["number"] for event in reversed(clean) if event["event"] == "generation" and event["slot"] is None)
+    later = [
+        event for event in clean if event["event"] == "generation" and last in (event.get("number"), event.get("generation"))
+    ]
+    assert analyze(later).violations == ()
+
+
 def test_a_second_training_of_the_same_script_is_judged_by_itself(clean: list[Record]) -> None:
     fit = {"t": clean[-1]["t"], "event": "fit", "slot": 0, "incarnation": 0}
     again = [event for event in copied(clean) if event["event"] not in ("run", "exit", "generation", "finish")]
@@ -223,6 +231,10 @@ def test_a_run_that_resumed_is_judged_together_with_the_one_before(tmp_path: Pat
     assert fit.steps == tuple(range(1, 80))
     told = {ticket for event in [*first, *last] if event.get("step", 99) < 80 for own in _tickets(event) for ticket in own}
     assert (fit.epochs[0].twice, fit.epochs[0].num_trained) == ((), len(told))
+    (tmp_path / "one").rename(tmp_path / "nowhere")  # of what was before nothing is known then
+    alone = analyze(tmp_path / "two")
+    assert alone.violations == ()
+    assert alone.fits[0].steps == tuple(range(61, 80))
 
 
 def _tickets(event: Record) -> list[list[int]]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_ft.elastic.options import Policy
 from lightning_ft.supervision.actions import Action, Finish, Notice, Send, Show, Signal, Spawn
 from lightning_ft.supervision.membership import Membership
+from lightning_ft.supervision.requests import Request
 
 
 class Job:
@@ -1373,3 +1374,87 @@ def test_all_that_is_alive_is_the_replica_if_the_shards_are_as_many_as_that() ->
     job.connect()
     job.rejoin(0)
     assert (job.generations[-1]["replicas"], job.reason) == ([[1, 2, 0]], "join")
+
+
+# What a user asks for.
+
+
+def ask(job: Job, command: str, slot: object, kind: object = None) -> str | None:
+    refusal = job.membership.asked_for(Request(command, slot, kind))
+    job.settle()
+    return refusal
+
+
+def test_a_suspended_slot_stays_out_until_it_is_resumed_and_that_is_no_restart() -> None:
+    job = Job(3, max_restarts=0)
+    job.train()
+    assert ask(job, "suspend", 1) is None
+    assert (job.members, job.doomed) == ([0, 2], [1])
+    job.connect()
+    job.bury_doomed()
+    job.now += 1000
+    job.settle()
+    assert job.spawned == [(0, 0), (1, 0), (2, 0)]
+    assert [row["state"] for row in job.membership.status()["slots"]] == ["member", "suspended", "member"]
+    assert ask(job, "resume", 1) is None
+    assert job.spawned[-1] == (1, 1)
+    job.rejoin(1)
+    assert job.members == [0, 2, 1]
+
+
+def test_a_suspended_slot_is_waited_for_where_too_few_replicas_are_left() -> None:
+    job = Job(2, min_replicas=2, rejoin_timeout=100.0)
+    job.train()
+    assert ask(job, "suspend", 1) is None
+    job.connect()
+    job.bury_doomed()
+    assert job.finish is None
+    assert ask(job, "resume", 1) is None
+    job.rejoin(1)
+    assert job.members == [0, 1]
+
+
+def test_a_slot_that_is_resumed_before_its_process_is_gone_starts_when_it_is() -> None:
+    job = Job(2)
+    job.train()
+    assert ask(job, "suspend", 0) is None
+    assert ask(job, "resume", 0) is None
+    job.bury_doomed()
+    job.now += 1
+    job.settle()
+    assert job.spawned[-1] == (0, 1)
+
+
+def test_an_excluded_slot_starts_again_and_a_fault_is_a_signal() -> None:
+    job = Job(3)
+    job.train()
+    assert ask(job, "exclude", 2) is None
+    assert job.members == [0, 1]
+    job.bury_doomed()
+    assert job.spawned[-1] == (2, 1)
+    assert ask(job, "fault", 1, "stop") is None
+    assert job.signals[-1] == (1, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("command", "slot", "kind", "why"),
+    [
+        ("suspend", 2, None, "there is no slot 2; expected one of 0 to 1"),
+        ("suspend", "0", None, "there is no slot 0"),
+        ("resume", 0, None, "slot 0 is not suspended"),
+        ("fault", 0, "flood", "`flood` is no fault; expected one of kill, stop, abort, segfault"),
+        ("reboot", 0, None, "`reboot` is no command"),
+        ("exclude", 1, None, "slot 1 has no process now"),
+        ("suspend", 0, None, "without slot 0 nobody would be left who holds the state"),
+        ("fault", 0, "kill", "without slot 0 nobody would be left who holds the state"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(command: str, slot: object, kind: object, why: str) -> None:
+    job = Job(2, max_restarts=0)
+    job.train()
+    job.kill(1)
+    job.connect()
+    assert why in (ask(job, command, slot, kind) or "")
+    assert job.members == [0]
+    job.membership.signalled(signal.SIGTERM, job.now)
+    assert ask(job, command, slot, kind) == "the job is ending"
