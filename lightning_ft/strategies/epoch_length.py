@@ -6,6 +6,7 @@ validate, when a window of accumulation ends early and when the epoch is over.
 
 from lightning.pytorch import Trainer
 
+from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.strategies.training_data import TrainLoader
 
@@ -32,6 +33,16 @@ def set_length(trainer: Trainer, loader: TrainLoader) -> None:
     _set_batches(trainer, loader, progress.current.ready, remaining)
     if trainer.training and progress.current.ready > progress.current.completed:
         progress.is_last_batch = remaining == 0
+
+
+def set_length_of_resumed(trainer: Trainer, loader: ElasticLoader) -> None:
+    """Set the length when a fit resumes in an epoch that may have taken more batches already than it is planned to have."""
+    ready, remaining = trainer.fit_loop.epoch_loop.batch_progress.current.ready, loader.remaining_steps
+    fetcher = trainer.fit_loop._data_fetcher
+    if fetcher is None or not ready or not remaining or loader.plan.epoch != trainer.current_epoch:
+        return
+    fetcher.length = ready + remaining  # Lightning adds those that are ready to what it fetched
+    _set_batches(trainer, loader, ready, remaining)
 
 
 def _set_batches(trainer: Trainer, loader: TrainLoader, ready: int, remaining: int) -> None:

@@ -24,7 +24,7 @@ from lightning_ft.strategies import changing_modules, joining, leadership, rewin
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.complete_evaluation import CompleteEvaluation
-from lightning_ft.strategies.epoch_length import set_length, set_length_while_fetching
+from lightning_ft.strategies.epoch_length import set_length, set_length_of_resumed, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.extra_passes import ExtraPasses
 from lightning_ft.strategies.ghost import GhostSteps
@@ -159,9 +159,13 @@ class LiveTraining:
         epoch_loop.advance = advance_elastically  # type: ignore[method-assign]
         epoch_loop.on_advance_end = end_advance  # type: ignore[method-assign]
         allow_skipped_steps(self.trainer)
-        load_positions_late(self.trainer)
+        load_positions_late(self.trainer, self._after_resumption)
         name_positions(self.trainer, is_solo=isinstance(self._engine, SoloEngine))
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def _after_resumption(self) -> None:
+        if isinstance(self.loader, ElasticLoader) and not self.loader.deferred:
+            set_length_of_resumed(self.trainer, self.loader)
 
     def _survive(self, fit_loop: Any, memory: ReplicaMemory) -> None:
         """Have the only replica go on from an earlier state when it lost a rank, whatever it was doing."""

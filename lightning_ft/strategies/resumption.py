@@ -6,6 +6,7 @@ loops are restored: then Lightning forgets the positions, and the epoch would be
 """
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -16,8 +17,14 @@ from lightning_ft.loops.saved_positions import LIGHTNINGS, OURS
 log = logging.getLogger(__name__)
 
 
-def load_positions_late(trainer: Trainer) -> None:
-    """Have the fit loop load positions into loaders that are there already."""
+def load_positions_late(trainer: Trainer, then: Callable[[], None]) -> None:
+    """Have the fit loop load positions into loaders that are there already.
+
+    Args:
+        trainer: The trainer.
+        then: Called when a fit that resumes has its loaders where they were.
+
+    """
     fit_loop = trainer.fit_loop
     set_up_data = type(fit_loop).setup_data.__get__(fit_loop)
 
@@ -26,6 +33,8 @@ def load_positions_late(trainer: Trainer) -> None:
         if fit_loop.restarting and fit_loop._combined_loader_states_to_load and fit_loop._data_fetcher is not None:
             fit_loop._load_combined_loader_states()
             iter(fit_loop._data_fetcher)
+        if fit_loop.restarting:
+            then()
 
     fit_loop.setup_data = set_up_data_where_it_was  # type: ignore[method-assign]
 

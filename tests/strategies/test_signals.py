@@ -137,6 +137,25 @@ def test_rank_0_dies_while_it_saves_the_last_checkpoint(run: Callable[..., JobRe
     assert [path.name for path in job.directory.glob("checkpoints/*")] == ["last-preempted.ckpt"]
 
 
+def test_what_is_open_when_a_job_stops_at_the_planned_end_of_an_epoch_is_trained_by_the_next(
+    run: Callable[..., JobResult],
+) -> None:
+    options = {"num_samples": 96, "max_epochs": 1, "max_restarts": 0, "validation": True, "val_check_interval": 0.5}
+    plan = FaultPlan([Fault(kind="kill", slot=2, point="forward", step=4)])
+    job = run(plan, signal="SIGTERM", to="rank", step=7, **options)
+    assert job.returncode == 143, job.tail()
+    assert {step for _, step in steps_at_the_end(job)} == {8}, "all that were planned"
+    trained = tickets_of(job)
+    job = run(**options).check()
+    assert steps_of(job)[0] == 9
+    assert sorted(trained + tickets_of(job)) == list(range(24))
+
+
+def tickets_of(job: JobResult) -> list[int]:
+    steps = [event for event in job.events if event["event"] == "step" and event["slot"] == 0]
+    return [ticket for step in steps for tickets in step["tickets"].values() for ticket in tickets]
+
+
 def test_sigint_ends_the_job_and_nobody_is_started_again(run: Callable[..., JobResult]) -> None:
     job = run(signal="SIGINT")
     assert job.returncode == 1

@@ -38,6 +38,7 @@ class Options:
     calls: tuple[str, ...] = ("fit",)
     devices: int = 3
     min_replicas: int = 1
+    max_restarts: int = 3
     grace: float = 40.0
     num_samples: int = 480
     max_epochs: int = -1
@@ -45,6 +46,7 @@ class Options:
     accumulate: int = 1
     num_workers: int = 0
     validation: bool = False
+    val_check_interval: float = 1.0
     num_validation_samples: int = 48
     manual: bool = False
     checkpoint: dict[str, Any] | None = None
@@ -175,11 +177,15 @@ def main(options: Options) -> None:
         accelerator="cpu",
         devices=options.devices,
         strategy=FTStrategy(
-            min_replicas=options.min_replicas, supervision=SupervisionOptions(grace=options.grace), timeout=60
+            min_replicas=options.min_replicas,
+            max_restarts=options.max_restarts,
+            supervision=SupervisionOptions(grace=options.grace),
+            timeout=60,
         ),
         max_epochs=options.max_epochs,
         max_steps=options.max_steps,
         accumulate_grad_batches=options.accumulate,
+        val_check_interval=options.val_check_interval,
         logger=CSVLogger(".", version=options.version),
         log_every_n_steps=1,
         callbacks=[FaultPlan.from_environ(), Sender(options), *checkpoint],
