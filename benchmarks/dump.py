@@ -112,7 +112,7 @@ def measure(
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=block * (2 * rounds + 3),
+        max_steps=block * (2 * rounds + 4),  # an even number of blocks: it is in the trainer at the end
         callbacks=[blocks, dump],
         logger=False,
         enable_checkpointing=False,
