@@ -10,18 +10,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 _WARM_UP = 20
 
 
-def run(strategy: str, size: str, steps: int, devices: int, shard_size: int) -> list[float]:
+def run(strategy: str, size: str, steps: int, devices: int, shard_size: int, more: Sequence[str] = ()) -> list[float]:
     """Return the durations of the steps of one training, in seconds."""
     with tempfile.TemporaryDirectory() as directory:
         times = Path(directory) / "times.json"
         command = [sys.executable, "-m", "benchmarks.workload", "--strategy", strategy, "--size", size]
         command += ["--steps", str(steps), "--devices", str(devices), "--times", str(times), "--directory", directory]
-        command += ["--shard-size", str(shard_size)]
+        command += ["--shard-size", str(shard_size), *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
         if finished.returncode:

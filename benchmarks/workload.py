@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
+from lightning_ft.callbacks import RerunValidation
 from lightning_ft.sharding.full_state import gather_full
 from lightning_ft.sharding.options import ShardingOptions
 
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=None)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--validate", action="store_true", help="Validate and save checkpoints, too.")
+    parser.add_argument("--rerun", action="store_true", help="Validate each step with `RerunValidation`.")
     parser.add_argument("--resume", action="store_true", help="Go on where an earlier run was asked to stop.")
     parser.add_argument("--shard-size", default="1", help="Ranks of a replica, or `all`.")
     parser.add_argument("--snapshot-every", type=int, default=10, help="Steps between two snapshots in memory.")
@@ -170,6 +172,7 @@ def main() -> None:
     callbacks += [Checksums()] if options.stop_file and options.shard_size == "1" else []
     callbacks += [ModelCheckpoint(every_n_train_steps=20, save_top_k=1, save_last=True)] if options.validate else []
     callbacks += [ModelCheckpoint(save_top_k=0)] if options.resume and not options.validate else []
+    callbacks += [RerunValidation()] if options.rerun else []
     per_epoch = options.epoch_steps or options.steps
     strategy: Any = options.strategy
     if strategy == "ft":

@@ -21,11 +21,14 @@ from lightning_ft.testing.assertions import (
     assert_weights_equal,
     fingerprint,
 )
+from lightning_ft.testing.corruption import Corruption, Corruptions
 from lightning_ft.testing.fault_plan import FaultPlan
 from lightning_ft.testing.faults import Fault
 from lightning_ft.testing.jobs import JobResult, read_newest_run, run_job, run_ranks, run_without_supervisor
 
 __all__ = [
+    "Corruption",
+    "Corruptions",
     "Fault",
     "FaultPlan",
     "JobResult",

@@ -1,0 +1,162 @@
+"""Rerun validation against injected faults and in clean runs, and what it costs.
+
+    python -m benchmarks.rerun --faults 1000
+    python -m benchmarks.rerun --faults 0 --overhead-rounds 2
+
+``injected`` faults go wrong in loss, gradient, activation or batch: NaN, infinity, times a million, a flipped bit of the
+exponent; in one run of a step or in each; with 1 and 3 batches a step, in float32, bfloat16 and float16 with a GradScaler.
+``detected``: rejected in the step of the fault, before it was applied. ``attributed``: what is wrong once was called
+transient, what is wrong each time reproducible. ``kept``: trainings with transient faults only that ended with the weights,
+bit for bit, of those without. ``overhead_10M``: a step of 10M parameters with validation over one without.
+"""
+
+import argparse
+import json
+import logging
+import random
+import statistics
+import sys
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import step_overhead
+from lightning_ft.callbacks import RerunValidation
+from lightning_ft.rerun.states import RerunDiagnostic
+from lightning_ft.testing import Corruption, Corruptions
+
+_WARM_UP = 30  # steps
+_EVERY = 3  # steps between two faults
+_PLACES = ("loss", "gradient", "activation", "batch")
+_KINDS = ("nan", "inf", "spike", "bit_flip")
+_PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+class Network(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs).float(), targets)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def fit(precision: str, accumulate: int, steps: int, faults: list[Corruption]) -> tuple[list[dict[str, Any]], Network]:
+    """Return what was rejected in a training, and its module."""
+    seed_everything(1, verbose=False)
+    inputs = torch.randn(32 * steps * accumulate, 16)
+    data = DataLoader(TensorDataset(inputs, inputs[:, :4].sin()), batch_size=32)
+    validation = RerunValidation(without_opinion="assume_correct", on_spike="skip_batch", on_correct="skip_batch")
+    validation.rows = type(validation.rows)(maxlen=10 * steps)
+    options: dict[str, Any] = {"precision": "bf16-mixed"} if precision == "bfloat16" else {}
+    if precision == "float16":
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=256.0))]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        callbacks=[Corruptions(faults), validation],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    model = Network()
+    trainer.fit(model, data)
+    return list(validation.rows), model
+
+
+def plan(precision: str, accumulate: int, count: int, seed: int) -> list[Corruption]:
+    generator = random.Random(f"{precision} {accumulate} {seed}")
+    faults = []
+    for number in range(count):
+        where = generator.choice(_PLACES)
+        step = _WARM_UP + _EVERY * number
+        batch = accumulate * step + generator.randrange(accumulate)
+        lasting = where == "batch" or generator.random() < 0.5
+        # BatchNorm takes an outlier of finite size out of the data again: nothing would be there to be found.
+        kinds = _KINDS[:2] if where == "batch" else _KINDS
+        faults.append(Corruption(kind=generator.choice(kinds), where=where, batch_idx=batch, lasting=lasting))
+    return faults
+
+
+def inject(count: int, seed: int) -> dict[str, Any]:
+    """Inject ``count`` faults, and count what became of them."""
+    result: dict[str, Any] = {"injected": 0, "detected": 0, "attributed": 0, "unexpected": 0, "kept": 0, "not_kept": 0}
+    missed: list[str] = []
+    settings = [(precision, accumulate) for precision in _PRECISIONS for accumulate in (1, 3)]
+    for number, (precision, accumulate) in enumerate(settings):
+        share = count // len(settings) + (number < count % len(settings))
+        faults = plan(precision, accumulate, share, seed)
+        steps = _WARM_UP + _EVERY * share
+        rows, _ = fit(precision, accumulate, steps, faults)
+        verdicts: dict[int, set[str]] = {}
+        for row in rows:
+            verdicts.setdefault(row["step"] - 1, set()).add(row["verdict"])
+        for fault in faults:
+            found = verdicts.pop(fault.batch_idx // accumulate, set())
+            transient = RerunDiagnostic.TRANSIENT_ERROR.value in found
+            right = bool(found) and transient != fault.lasting
+            result["injected"] += 1
+            result["detected"] += bool(found)
+            result["attributed"] += right
+            if not right:
+                missed.append(f"{precision} x{accumulate} {fault}: {sorted(found)}")
+        result["unexpected"] += len(verdicts)
+        transient_only = [fault for fault in faults if not fault.lasting][:20]
+        steps = max((fault.batch_idx // accumulate for fault in transient_only), default=0) + 5
+        with_faults, without = (fit(precision, accumulate, steps, chosen)[1] for chosen in (transient_only, []))
+        same = all(map(torch.equal, with_faults.state_dict().values(), without.state_dict().values()))
+        result["kept" if same else "not_kept"] += 1
+    return {**result, "missed": missed[:20]}
+
+
+def overhead(rounds: int, devices: int) -> dict[str, float]:
+    """Return how long a step takes with validation, over one without."""
+    durations: dict[str, list[float]] = {"ft": [], "rerun": []}
+    for number in range(rounds):
+        for name in ("ft", "rerun") if number % 2 else ("rerun", "ft"):
+            more = ["--rerun"] if name == "rerun" else []
+            durations[name] += step_overhead.run("ft", "10M", 60, devices, 1, more)
+    medians = {name: statistics.median(values) for name, values in durations.items()}
+    return {"overhead_10M": round(medians["rerun"] / medians["ft"], 4), "ms": round(1e3 * medians["ft"], 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alarm-seeds", type=int, default=0, help="Clean runs of each training, for false alarms.")
+    parser.add_argument("--overhead-rounds", type=int, default=0)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning_ft"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {}
+    if options.faults:
+        result |= inject(options.faults, options.seed)
+    if options.alarm_seeds:
+        from benchmarks import false_alarms
+
+        result["false_alarms"] = false_alarms.measure(options.alarm_seeds, 2000)
+    if options.overhead_rounds:
+        result |= overhead(options.overhead_rounds, 2)
+    json.dump(result, sys.stdout, indent=2)
+    print()
+
+
+if __name__ == "__main__":
+    main()
