@@ -8,7 +8,8 @@ and resumes).
 
 It counts what must not happen: ``hangs``, ``failures`` (the job's exit code), ``divergences`` (ranks whose weights or
 optimizer state differ at the same step, steps lost or described differently), ``samples_twice`` and ``samples_never``
-(batches, per epoch). ``python -m benchmarks.soak --seed N`` repeats the draws of a round that went wrong.
+(batches, per epoch), ``violations`` of the rules of ``lightning-ft report``. ``python -m benchmarks.soak --seed N`` repeats
+the draws of a round that went wrong.
 """
 
 import argparse
@@ -27,11 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.killer import Killer
+from lightning_ft.checkpoint.verify import damage
+from lightning_ft.events.analysis import analyze
 from lightning_ft.events.audit import audit
 from lightning_ft.events.log import read_events
 
 KINDS = ("kill", "pair", "stop", "raise", "disk", "term")
-FORBIDDEN = ("hangs", "failures", "divergences", "samples_twice", "samples_never")
+FORBIDDEN = ("hangs", "failures", "divergences", "samples_twice", "samples_never", "violations")
 
 _ROUND_SECONDS = 60.0
 _MEAN_SECONDS_BETWEEN_FAULTS = 3.0
@@ -213,6 +216,10 @@ def _check(runs: list[Path]) -> Counter[str]:
             digests.setdefault(event["step"], set()).add(event["digest"])
     counts["divergences"] = sum(len(values) > 1 for values in digests.values())
     counts["divergences"] += len(record.steps_lost) + len(record.conflicts)
+    violations = analyze(runs[-1], damage).violations if runs else ()  # with those that it resumed
+    for violation in violations:
+        print(f"  {violation}", flush=True)
+    counts["violations"] = len(violations)
     last = max(record.epochs, default=0)  # training stopped somewhere in it
     for number, epoch in record.epochs.items():
         counts["samples_twice"] += len(epoch.twice)

@@ -50,6 +50,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
         "logged_metrics": dict(connector._logged_metrics),
         "should_stop": trainer.should_stop,
         "resumed_from": VerifiedResume.of(trainer).resumed_from,
+        "attempt": trainer.strategy.attempt,  # type: ignore[attr-defined]
         "last_reload_epoch": trainer.fit_loop._last_train_dl_reload_epoch,
         "validation": validation_data(trainer),
         "found": tuning.found(trainer, trainer.lightning_module),
@@ -127,6 +128,7 @@ def enter_loop(trainer: Trainer, state: dict[str, Any]) -> None:
         logged_results.take_over(trainer, loop._results, descriptions)
     trainer.should_stop = state["should_stop"]
     VerifiedResume.of(trainer).resumed_from = state["resumed_from"]  # which is never removed, if its path was given
+    trainer.strategy.attempt = state["attempt"]  # type: ignore[attr-defined]
     tuning.adopt(trainer, trainer.lightning_module, state["found"])
     parameters = dict(trainer.lightning_module.named_parameters())
     for name, gradient in state["gradients"].items():

@@ -2,13 +2,17 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.report import SyntheticRun, write
+from lightning_ft.checkpoint import save_training_state
+from lightning_ft.checkpoint.verify import damage
 from lightning_ft.events.analysis import Analysis, analyze
 
 Record = dict[str, Any]
@@ -173,6 +177,31 @@ def test_a_checkpoint_that_was_neither_replaced_nor_removed_must_be_intact(clean
     assert (violation.rule, "it does not exist" in violation.text) == ("checkpoints-intact", True)
     removed = {"t": clean[-1]["t"], "event": "checkpoint_removed", "slot": 0, "incarnation": 0, "path": paths[-1]}
     assert analyze([*clean, removed], verify).violations == ()
+
+
+def test_ten_kinds_of_damage_to_a_checkpoint_are_found(tmp_path: Path, clean: list[Record]) -> None:
+    path = tmp_path / "saved"
+    module = torch.nn.Linear(64, 64)
+    save_training_state(module, torch.optim.SGD(module.parameters(), lr=0.1), path, step=10)
+    saved = {**next(event for event in clean if event["event"] == "checkpoint"), "path": str(path)}
+    events = [event for event in clean if not event["event"].startswith("checkpoint")] + [saved]
+    assert analyze(events, damage).violations == ()
+    whole = shutil.copytree(path, tmp_path / "whole")
+    for seed in range(10):
+        chance = random.Random(seed)
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(whole, path)
+        victim = chance.choice([path, *sorted(file for file in path.rglob("*") if file.is_file())])
+        if victim == path:
+            shutil.rmtree(path)
+        elif chance.random() < 0.3:
+            victim.unlink()
+        else:
+            at = chance.randrange(victim.stat().st_size)
+            content = bytearray(victim.read_bytes())
+            content[at] ^= 1 << chance.randrange(8)
+            victim.write_bytes(content if chance.random() < 0.5 else content[:at])
+        assert rules_of(analyze(events, damage)) == {"checkpoints-intact"}, f"seed {seed}: {victim}"
 
 
 def test_a_step_that_a_dying_rank_made_alone_and_its_checksum_do_not_count() -> None:

@@ -65,6 +65,7 @@ def test_a_job_resumes_mid_epoch_from_the_newest_intact_one_and_who_joins_later_
     assert_recovered(job.events)
     assert results[0]["start"]["global_step"] == 2
     assert results[0]["end"]["ckpt_path"].endswith("checkpoints/step=2.ckpt")
+    assert results[0]["end"]["attempt"] == 1  # on the rank that joined, too
     names = "ft/checkpoints/step=4-v1.ckpt", "truth/checkpoints/step=4.ckpt"
     mine, its = (read_checkpoint(tmp_path / name) for name in names)
     assert all(torch.equal(value, its["state_dict"][name]) for name, value in mine["state_dict"].items())

@@ -61,6 +61,7 @@ def describe(trainer: Trainer) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "best_model_path": getattr(trainer.checkpoint_callback, "best_model_path", ""),
         "ckpt_path": str(trainer.ckpt_path),
+        "attempt": getattr(trainer.strategy, "attempt", 0),
     }
 
 
