@@ -1,5 +1,6 @@
 """The stream loaders of all slots of a job, in one thread each."""
 
+import gc
 import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -119,8 +120,14 @@ class Job:
                 seen.append((batch, loader.has_own_batch, loader.remaining_steps == 0))
             return seen
 
-        with ThreadPoolExecutor(len(self.loaders)) as pool:
-            return list(pool.map(run, self.loaders))
+        # While torch makes an object of its generator's state, which the threads share, it holds a lock: a garbage
+        # collection there may let another thread run, and this one wait for the lock with the interpreter's.
+        gc.disable()
+        try:
+            with ThreadPoolExecutor(len(self.loaders)) as pool:
+                return list(pool.map(run, self.loaders))
+        finally:
+            gc.enable()
 
     def train_epoch(self, epoch: int = 0, num_steps: int = 1000) -> list[list[tuple[Any, bool, bool]]]:
         self.epoch = epoch

@@ -1,3 +1,4 @@
+import gc
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +47,12 @@ class ThreadRanks:
 
 def in_ranks(function: Callable[[ThreadRanks], Any], count: int) -> list[Any]:
     slots, barrier = [None] * count, Barrier(count)
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: function(ThreadRanks(rank, slots, barrier)), range(count)))
+    gc.disable()  # one that lets another thread run while torch holds its generator's lock would be a deadlock
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            return list(pool.map(lambda rank: function(ThreadRanks(rank, slots, barrier)), range(count)))
+    finally:
+        gc.enable()
 
 
 def is_bad(value: Any) -> bool:
