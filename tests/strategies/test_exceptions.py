@@ -174,7 +174,7 @@ def test_what_one_rank_raises_before_the_first_step_ends_the_job(tmp_path: Path)
 @pytest.mark.parametrize(
     ("place", "workers"), [("training_step", 2), ("Callback.on_train_batch_end", 0), ("on_validation_epoch_end", 0)]
 )
-def test_what_all_ranks_raise_ends_the_job_with_one_checkpoint(place: str, workers: int, tmp_path: Path) -> None:
+def test_what_all_ranks_raise_ends_the_job_with_checkpoints_of_one_step(place: str, workers: int, tmp_path: Path) -> None:
     places = {str(slot): [place] for slot in range(3)}
     job = run(tmp_path, places=places, at_step=3, workers=workers, checkpoints=True)
     assert job.job.returncode == 1
@@ -183,7 +183,10 @@ def test_what_all_ranks_raise_ends_the_job_with_one_checkpoint(place: str, worke
     assert "so did every other member, without a step in between" in job.told[-1]
     checkpoint = torch.load(tmp_path / "checkpoints" / "on_exception.ckpt", weights_only=False)
     assert checkpoint["global_step"] == max(record["step"] for record in job.of(0) if "step" in record)
-    assert len(list((tmp_path / "kept").glob("*.ckpt"))) == 2
+    kept = list((tmp_path / "kept").glob("*.ckpt"))
+    # Whoever raises when rank 0 is gone already is rank 0 then, and writes, too.
+    assert {path.stem.removesuffix("-v1") for path in kept} == {"last", f"epoch=0-step={checkpoint['global_step']}"}
+    assert {torch.load(path, weights_only=False)["global_step"] for path in kept} == {checkpoint["global_step"]}
 
 
 def test_only_rank_0_writes_a_checkpoint_when_it_raises_alone(tmp_path: Path) -> None:
