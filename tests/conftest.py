@@ -1,6 +1,7 @@
 """What the multi-process tests share: how the sample training is run, and what must hold after each of its runs."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ft.events.log import Events
 from lightning_ft.testing import (
@@ -22,6 +24,9 @@ from lightning_ft.testing import (
     run_job,
     run_without_supervisor,
 )
+
+# Values are compared bit for bit, and sums depend on how many threads share them; Lightning's `ddp` sets it if nobody does.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 JOBS = Path(__file__).parent / "strategies" / "jobs"
 

@@ -35,9 +35,10 @@ ONE_SLURM_TASK = {
 }
 
 
-def python(*program: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """Run a program as the interpreter does; return its exit code and its output."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(JOBS)]), "OMP_NUM_THREADS": "1", **(env or {})}
+def python(*program: str, cwd: Path, env: dict[str, str | None] | None = None) -> tuple[int, str]:
+    """Run a program as the interpreter does; return its exit code and its output. Variables that are None are not set."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(JOBS)]), "OMP_NUM_THREADS": "1", **(env or {})}
+    environ = {name: value for name, value in variables.items() if value is not None}
     environ.pop("PYTEST_CURRENT_TEST", None)
     output, errors = cwd / "stdout", cwd / "stderr"
     process = fork_server().start(program, environ, cwd, output, errors)
@@ -71,6 +72,16 @@ def test_module_under_a_single_slurm_task_trains_and_what_it_starts_is_not_taken
     children = [line for line in output.splitlines() if line.startswith("[slot 1] child ended")]
     assert len(children) == 1, output
     assert '"rank": 0, "world_size": 1' in children[0]
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_ranks_share_the_cores_as_under_ddp_unless_the_user_sets_a_number(tmp_path: Path, given: str | None) -> None:
+    expected = given or len(os.sched_getaffinity(0))
+    code = "import anywhere, torch\nanywhere.train(1)\nprint('threads', torch.get_num_threads())"
+    job = ("-m", "lightning_ft.cli", "run", "-n", "1", "-c", code)
+    status, output = python(*job, cwd=tmp_path, env={"OMP_NUM_THREADS": given})
+    assert status == 0, output
+    assert f"threads {expected}\n" in output
 
 
 def test_what_a_rank_starts_is_not_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException, _TunerExitException
@@ -67,6 +68,7 @@ class ElasticLauncher(_Launcher):
                 " Trainer on one device use `strategy='auto'`."
             )
         report_uncaught()
+        _set_num_threads_if_needed(num_slots)
         engine = self._start_engine(environment)
         fn = function.__name__.removeprefix("_").removesuffix("_impl")
         mode = engine.begin_call(fn)

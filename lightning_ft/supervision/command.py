@@ -109,6 +109,8 @@ def supervisor_command(
         arguments += ["--start-method", start_method]
     if _started_in is not None and _started_in != _directory():
         arguments += ["--directory", _started_in]
+    if "OMP_NUM_THREADS" not in os.environ:
+        arguments.append("--ranks-choose-threads")
     return [sys.executable, *flags, "-m", SUPERVISOR_MODULE, *arguments, "--", *program, *more_arguments]
 
 
@@ -121,8 +123,8 @@ def exec_supervisor(
 ) -> NoReturn:
     """Become the supervisor: same process id, same terminal, none of the memory; see :func:`supervisor_command`."""
     command = supervisor_command(num_slots, program, more_arguments=more_arguments, start_method=start_method)
-    # Read when torch and numpy are loaded, which the new interpreter does before it runs a line of ours. One for
-    # OpenBLAS even where the user asks OpenMP for more: it starts threads at import, and then nothing can be forked.
+    # Read when torch and numpy are loaded, which the new interpreter does before it runs a line of ours: it forks, and
+    # must not start threads first. One for OpenBLAS even where the user asks OpenMP for more: it starts them at import.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for stream in (sys.stdout, sys.stderr):

@@ -303,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-slots", type=int, required=True)
     parser.add_argument("--start-method", choices=get_args(StartMethod), default="auto")
     parser.add_argument("--directory")
+    parser.add_argument("--ranks-choose-threads", action="store_true", help="OMP_NUM_THREADS is ours, not the user's.")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     arguments = parser.parse_args(argv)
     command: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
@@ -311,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     program.set_import_path(command)
     become_subreaper()
     starter = Starter(command, arguments.start_method)
+    if arguments.ranks_choose_threads:
+        os.environ.pop("OMP_NUM_THREADS", None)
     return Supervisor(arguments.num_slots, starter).run()
 
 

@@ -29,17 +29,21 @@ def test_command_line_is_split_as_the_interpreter_does(line: str, flags: str, pr
 
 
 def test_supervisor_gets_the_flags_and_the_program_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "orig_argv", ["python", "-Xdev", "-um", "pkg.train", "--n", "2"])
     supervisor = [sys.executable, "-Xdev", "-u", "-m", "lightning_ft.supervision.supervisor", "--num-slots", "4"]
     assert command.supervisor_command(4) == [*supervisor, "--", "-m", "pkg.train", "--n", "2"]
     expected = [*supervisor, "--start-method", "spawn", "--", "other.py"]
     assert command.supervisor_command(4, ["other.py"], start_method="spawn") == expected
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert command.supervisor_command(4, ["other.py"]) == [*supervisor, "--ranks-choose-threads", "--", "other.py"]
 
 
 def test_supervisor_goes_back_to_where_the_command_was_typed(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     typed_in = tmp_path_factory.mktemp("typed")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(command, "_started_in", str(typed_in))
     monkeypatch.chdir(tmp_path_factory.mktemp("moved"))
     assert command.supervisor_command(2, ["train.py"])[-4:] == ["--directory", str(typed_in), "--", "train.py"]
