@@ -13,7 +13,8 @@ Outcome = Literal["continuous", "spike", "drop", "nan", "undecided"]
 
 _MEMORY = 512  # steps that a rollback may go back and still be judged by what was before
 _FAR = 2.0  # times the upper end of the usual range
-_HEAD = 5  # first steps, which are looked at by themselves, too
+_HEADS = (5, 3)  # first steps, which are looked at by themselves, too: a training may recover soon
+_MANY = 5  # values of which one in ten may be usual
 _FEW = 3  # values that are too few to have a median
 
 
@@ -88,7 +89,8 @@ class Series:
         if usual is None:
             return Finding("undecided", None, middle)
         before = [value for _, value in self._entered][-2 * self._window :]
-        for part in (values, values[:_HEAD], values[1 : 1 + _HEAD]):  # it may recover soon, or begin one step later
+        heads = [values[begin : begin + size] for size in _HEADS for begin in (0, 1)]  # it may begin one step later
+        for part in (values, *heads):
             if _moved(before, [value / tolerance for value in part], 1.0 + self._baseline.jump):
                 return Finding("spike", usual, median(part))
         if self._drops and _moved(before, values, 1.0 - self._baseline.jump):
@@ -134,6 +136,8 @@ def _moved(before: Sequence[float], after: Sequence[float], factor: float) -> bo
     if factor < 1.0:
         fall = min(1.0, usual / median(older))
         return median(after) < factor * fall * usual and _part(after, 0.9) < fall * _part(newer, 0.1)
+    if len(after) < _MANY:  # as many in a row are that large by themselves now and then: none was, for long
+        return median(after) > factor * usual and min(after) > max(before)
     return median(after) > factor * usual and _part(after, 0.1) > _part(newer, 0.9)
 
 

@@ -54,6 +54,13 @@ def test_what_does_not_go_on_is_named(outcome, change):
         assert (verdict.outcome, verdict.is_bad) == (outcome, outcome != "continuous")
 
 
+def test_spike_that_is_over_in_five_steps_is_one_though_the_losses_fell_fast_before():
+    losses = [2.4 - 0.7 * min(1.0, i / 20) + (0.25 if i % 3 else -0.25) for i in range(47)]
+    usual = losses[27:43]
+    assert judge(losses, [losses[-1], 5.0, 4.5, 3.4, *usual]).outcome == "spike"
+    assert judge(losses, [losses[-1], 5.0, *usual, *usual[:2]]).outcome == "continuous"
+
+
 def test_what_can_not_be_made_up_for_is_told_at_once():
     losses = falling(120)
     assert judge(losses[:100], [losses[100], math.nan, *losses[102:]]).num_steps == 2
