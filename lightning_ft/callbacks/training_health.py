@@ -20,7 +20,7 @@ from lightning_ft.health.gradient_norm import gradient_norm
 from lightning_ft.health.monitor import Conclusions, HealthMonitor, Membership
 from lightning_ft.health.restarts import Verdict
 from lightning_ft.trainer.checkpoint_time import CheckpointTime
-from lightning_ft.trainer.going_back import can_go_back, go_back, newest_until
+from lightning_ft.trainer.going_back import go_back, newest_until
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class TrainingHealth(Callback):
             ``"stop"``: the training ends on all ranks with an error. ``"rollback"``: weights and optimizer state are loaded
             from the newest intact checkpoint from before that restart, and the training goes on with the batches and the
             learning rate that come next; if that is no better, or there is no such checkpoint, it ends as with ``"stop"``.
-            So keep enough of them: ``save_top_k`` of checkpoint callbacks. Not for sharded modules.
+            So keep enough of them: ``save_top_k`` of checkpoint callbacks.
         on_straggler: What follows when a rank takes half as long again as the others for some time: ``"warn"``, or
             ``"exclude"``, which has FTStrategy remove it and start it again.
         window: How many steps after a restart are looked at.
@@ -55,8 +55,7 @@ class TrainingHealth(Callback):
     Raises:
         TypeError: If an argument is of the wrong type.
         ValueError: If an argument is out of range.
-        MisconfigurationException: If ``on_straggler="exclude"`` is asked for under another strategy than FTStrategy, or
-            ``on_discontinuity="rollback"`` with a sharded module.
+        MisconfigurationException: If ``on_straggler="exclude"`` is asked for under another strategy than FTStrategy.
 
     Example::
 
@@ -124,11 +123,6 @@ class TrainingHealth(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.on_discontinuity == "rollback" and not can_go_back(trainer):
-            raise MisconfigurationException(
-                f'`{type(self).__name__}(on_discontinuity="rollback")` is not supported with sharded modules. Use'
-                ' "stop", and resume from an older checkpoint.'
-            )
         self._checkpoints = CheckpointTime(trainer)
 
     @override

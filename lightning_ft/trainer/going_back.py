@@ -12,11 +12,6 @@ from lightning_ft.checkpoint.reader import DefaultGroup, candidates, check
 from lightning_ft.errors import DamagedCheckpointError
 
 
-def can_go_back(trainer: Trainer) -> bool:
-    """Whether the strategy leaves it to Lightning to restore weights and optimizers: nothing is sharded."""
-    return trainer.strategy.lightning_restore_optimizer and getattr(trainer.strategy, "sharded", None) is None
-
-
 def newest_until(trainer: Trainer, step: int) -> tuple[str, int] | None:
     """Collective. Return the newest intact checkpoint of a step, at most ``step``, and its step; None if there is none."""
     for callback in trainer.checkpoint_callbacks:
@@ -32,12 +27,22 @@ def newest_until(trainer: Trainer, step: int) -> tuple[str, int] | None:
 
 
 def go_back(trainer: Trainer, path: str) -> None:
-    """Load weights and optimizer state from ``path``, and nothing else: learning rates, loops and loaders go on."""
+    """Collective. Load weights and optimizer state from ``path``, nothing else: learning rates, loops and loaders go on."""
     for callback in trainer.checkpoint_callbacks:
         getattr(callback, "wait_for_copy", lambda: None)()
+    options = [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+    if trainer.strategy.lightning_restore_optimizer:
+        _restore(trainer, path)
+    else:  # such a strategy loads them itself, shard by shard, whatever it returns
+        trainer.strategy.load_checkpoint(path, weights_only=False)
+    for optimizer, groups in zip(trainer.optimizers, options, strict=True):
+        for group, own in zip(optimizer.param_groups, groups, strict=True):
+            group.update(own)
+
+
+def _restore(trainer: Trainer, path: str) -> None:
     is_directory = os.path.isdir(path)
     checkpoint = read_checkpoint(path, False) if is_directory else trainer.strategy.load_checkpoint(path, weights_only=False)
-    options = [[_options(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
     try:
@@ -45,9 +50,6 @@ def go_back(trainer: Trainer, path: str) -> None:
         connector.restore_optimizers()
     finally:
         connector._loaded_checkpoint = {}
-    for optimizer, groups in zip(trainer.optimizers, options, strict=True):
-        for group, own in zip(optimizer.param_groups, groups, strict=True):
-            group.update(own)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

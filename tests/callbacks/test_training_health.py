@@ -15,9 +15,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ft import cli
 from lightning_ft.callbacks import LoaderPosition, TrainingHealth
 from lightning_ft.errors import DiscontinuityError
-from lightning_ft.testing import Fault, FaultPlan, assert_used_up, run_job, run_without_supervisor
+from lightning_ft.testing import Fault, FaultPlan, JobResult, assert_used_up, run_job, run_without_supervisor
 
 SCRIPT = Path(__file__).parent / "jobs" / "health.py"
 
@@ -187,6 +188,37 @@ def test_training_goes_back_on_all_ranks_and_stops_if_that_is_no_better(tmp_path
     assert told(tmp_path) == {}
     assert "last_fault: slot" in job.stdout
     assert "goodput: 0." in job.stdout
+
+
+@pytest.mark.parametrize("strategy", ["ft", "model_parallel"])
+def test_sharded_training_goes_back(tmp_path, strategy):
+    options = {"strategy": strategy, "devices": 2, "steps": 70, "save": True, "ft": {"shard_size": 2}}
+    options["health"] = {"on_discontinuity": "rollback"}
+
+    def run(**more: Any) -> JobResult:
+        arguments = [json.dumps({**options, **more})]
+        if strategy == "ft":
+            return run_job(SCRIPT, arguments, num_slots=2, directory=tmp_path, timeout=300).check()
+        return run_without_supervisor(SCRIPT, arguments, num_ranks=2, directory=tmp_path, timeout=300).check()
+
+    run()
+    (newest,) = (tmp_path / "saved").glob("*step=50*")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["ckpt", "export", str(newest), str(tmp_path / "bad.ckpt")])
+    checkpoint = torch.load(tmp_path / "bad.ckpt", weights_only=False)
+    for weight in checkpoint["state_dict"].values():
+        weight.mul_(30.0)
+    torch.save(checkpoint, tmp_path / "bad.ckpt")
+    job = run(steps=120, ckpt_path="bad.ckpt")
+    assert f"Going back to the weights of step 50, from {newest}" in job.stderr
+    ranks = told(tmp_path)
+    assert len(ranks) == 2
+    for rank in ranks.values():
+        verdicts = [verdict.partition(" (")[0] for verdict in rank["verdicts"]]
+        assert verdicts[0] == "after the resume at step 50: spike"
+        assert verdicts[1].startswith("after the rollback at step")
+        assert verdicts[1].endswith(": continuous")
+        assert rank["report"]["ft/loss"] < 0.5
 
 
 def test_slow_forward_pass_of_a_rank_is_told_under_ddp(tmp_path):

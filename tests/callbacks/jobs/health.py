@@ -12,7 +12,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft import FTStrategy
@@ -29,6 +31,10 @@ class Model(LightningModule):
         super().__init__()
         self.slow, self.slow_from = slow, slow_from
         self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and self.device_mesh.mesh_dim_names == ("data_parallel", "tensor_parallel"):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.is_slow:
@@ -91,6 +97,8 @@ def main() -> None:
     if strategy == "ft":
         strategy = FTStrategy(**options.get("ft", {}))
         callbacks.append(FaultPlan.from_environ())
+    elif strategy == "model_parallel":
+        strategy = ModelParallelStrategy(data_parallel_size=options["devices"], tensor_parallel_size=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=options["devices"],
@@ -105,7 +113,8 @@ def main() -> None:
         num_sanity_val_steps=1,
     )
     model = Model(options.get("slow"), options.get("slow_from", 0))
-    trainer.fit(model, DataLoader(data(4096), batch_size=8, shuffle=True), DataLoader(data(64), batch_size=8))
+    loader = DataLoader(data(4096), batch_size=8, shuffle=True)
+    trainer.fit(model, loader, DataLoader(data(64), batch_size=8), ckpt_path=options.get("ckpt_path"))
     told = {"report": health.report(), "verdicts": [str(verdict) for verdict in health.verdicts]}
     slot = os.environ.get("LIGHTNING_FT_SLOT", str(trainer.global_rank))
     Path(f"health_{slot}.json").write_text(json.dumps(told))
