@@ -13,14 +13,12 @@ import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -32,13 +30,11 @@ from lightning_ft.data.workers import shield_workers
 from lightning_ft.elastic.checks import check_choice, check_count, check_type
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Change, Engine, SoloEngine
-from lightning_ft.elastic.gathering import gather_with_gradients
 from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.elastic.options import Policy, SupervisionOptions
 from lightning_ft.elastic.process_group import install_once
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
-from lightning_ft.elastic.replica import Replica
 from lightning_ft.events.log import EventLog
 from lightning_ft.sharding.apply import ShardedModule
 from lightning_ft.sharding.describe import describe_units
@@ -54,6 +50,7 @@ from lightning_ft.strategies.checkpoint_peers import checkpoint_peers, holds_who
 from lightning_ft.strategies.combinations import check_combination
 from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
+from lightning_ft.strategies.live_ranks import LiveRanks
 from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.module_parameters import ModuleParameters
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
@@ -72,10 +69,8 @@ from lightning_ft.trainer.event_log import REFERENCE, event_directory, refer, te
 from lightning_ft.trainer.saved_directory import save_directory, wants_directory
 from lightning_ft.trainer.verified_resume import VerifiedResume
 
-_REDUCE_OPS = {"sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "product": ReduceOp.PRODUCT}
 
-
-class FTStrategy(ParallelStrategy):
+class FTStrategy(LiveRanks):
     """Data-parallel training that outlives the death of any rank.
 
     When a rank dies, the survivors leave its gradient out of the average of that very step and go on; the rank is started
@@ -113,7 +108,6 @@ class FTStrategy(ParallelStrategy):
 
     """
 
-    is_distributed = True
     strategy_name = "ft"
 
     def __init__(
@@ -154,15 +148,11 @@ class FTStrategy(ParallelStrategy):
         self._timeout = timedelta(seconds=2 * max(self._policy.stall_timeout, seconds or 0.0))
         self._find_unused_parameters = find_unused_parameters
         self._constant_batch = global_batch == "constant"
-        self.num_nodes = 1
-        self.engine: Engine = SoloEngine()
-        self.collectives = Collectives(self.engine)
         self.events = EventLog(slot=0, incarnation=0)
         self.event_directory: Path | None = None
         self._resumed: tuple[_PATH, dict[str, Any], int] | None = None
         self.attempt = 0
         """How many runs this one goes on from, one after the other."""
-        self._startup = StartupRecord(self.engine)
         self.sharded: ShardedModule | None = None
         """The module, if it is sharded over several ranks."""
         self._sharding: ReplicaSharding | None = None
@@ -174,41 +164,6 @@ class FTStrategy(ParallelStrategy):
 
     @property
     @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        environment = RankEnvironment.of_process()
-        return self.parallel_devices[0 if environment is None else environment.slot]
-
-    @property
-    def num_processes(self) -> int:
-        """Number of slots on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 1
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        environment = RankEnvironment.of_process()
-        if isinstance(self.engine, SoloEngine):
-            return 0 if environment is None or (environment.incarnation == 0 and environment.slot == 0) else 1
-        return self.engine.rank
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return self.global_rank  # one machine; the device follows the slot, not the rank
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return len(self.engine.members) or self.num_processes
-
-    @property
-    @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         slots = self._live.slots if self._live is not None else ()
         if self.engine.slot in slots:
@@ -216,35 +171,14 @@ class FTStrategy(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": min(self.global_rank, self.world_size - 1)}
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """Slots of the live ranks, by rank."""
-        return self.engine.members
-
-    @property
-    def replica(self) -> Replica:
-        """The ranks that hold a copy of the module together, as this rank knows them."""
-        return self.engine.replica
-
-    @property
     def num_changes(self) -> int:
         """How often the ranks agreed in this call that others take part; it grows at the same batch on all of them."""
         return 0 if self._live is None else self._live.num_changes
 
     @property
-    def replicas(self) -> tuple[int, int]:
-        """How many replicas are live, and how many there are if nothing is missing."""
-        replica = self.engine.replica
-        return replica.count, self.engine.num_slots // replica.size
-
-    @property
     def has_joined(self) -> bool:
         """Whether this process is about to take part in a training that is under way, with the state of a live rank."""
         return self._live is not None and self._live.has_received
-
-    @property
-    def seconds_waited(self) -> float:
-        """For how long this process communicated with other ranks, or waited for them, since it was started."""
-        return self.engine.seconds_waited
 
     @property
     def has_own_batch(self) -> bool:
@@ -265,19 +199,6 @@ class FTStrategy(ParallelStrategy):
         if not isinstance(size, int):
             size = self._resolve_shard_size(model, devices or self.num_processes)
         return describe_units(units, size)
-
-    def exclude(self, slot: int, reason: str) -> None:
-        """Remove a live rank that is not to be trusted; its slot is started again as after a death.
-
-        Args:
-            slot: The slot to remove.
-            reason: Why; for the log.
-
-        Raises:
-            ValueError: If the slot is not live.
-
-        """
-        self.engine.exclude(slot, reason)
 
     # Start.
 
@@ -506,10 +427,6 @@ class FTStrategy(ParallelStrategy):
         if self._live is not None:
             self._live.after_change(change)
 
-    def set_world_ranks(self) -> None:
-        """Have everything that asks for the rank see the live one."""
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     # Steps.
 
     @override
@@ -672,40 +589,6 @@ class FTStrategy(ParallelStrategy):
             yield
 
     # Collectives.
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        """Collective. Return once every live rank is in this barrier."""
-        self.collectives.barrier(name or "strategy")
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Collective. Return the object of rank ``src``; a joiner gets what was sent when the job started."""
-        return self._startup.recall(obj, lambda: self.collectives.broadcast_object(obj, src))
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Collective. Reduce ``tensor`` over the live ranks; for a mean, over those that have a batch of their own."""
-        if not isinstance(tensor, Tensor):
-            return tensor
-        if isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
-            result = self.collectives.mean(tensor)
-            return tensor.copy_(result) if tensor.is_floating_point() else result
-        op = _REDUCE_OPS[reduce_op.lower()] if isinstance(reduce_op, str) else reduce_op or ReduceOp.SUM
-        return tensor.copy_(self.collectives.reduce(tensor, op))
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Collective. Whether all live ranks, or any of them, say yes."""
-        yes, total = self.collectives.count(bool(decision))
-        return yes == total if all else yes > 0
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Collective. Return the tensors of the live ranks, stacked by rank."""
-        if sync_grads:
-            return gather_with_gradients(tensor, self.collectives)
-        return torch.stack(self.collectives.all_gather(tensor))
 
     def gather_objects(self, obj: Any) -> list[Any] | None:
         """Collective. Return the objects of all live ranks, by rank.
