@@ -38,10 +38,13 @@ class LoaderPosition(Callback):
         on_world_size_change: What happens if a checkpoint from the middle of an epoch is resumed on another number of ranks.
             Under FTStrategy, batches of a map-style dataset that are left are dealt to the ranks that there are. Anything
             else is a stream of each rank: ``"error"`` refuses it, ``"restart_epoch"`` trains that epoch from its
-            beginning, with the weights of the checkpoint.
+            beginning, with the weights of the checkpoint. ``"split"``, under FTStrategy only, trains what is left of
+            every stream, once: rank ``r`` goes on with stream ``r``, numbered as the rank that it was of, and who is
+            through with that takes the next one that nobody reads. Ranks for which there is none have no batch until the
+            epoch ends. From the next epoch on, the data is that of as many ranks as there are now.
 
     Raises:
-        ValueError: If ``on_world_size_change`` is neither of the two.
+        ValueError: If ``on_world_size_change`` is none of these.
 
     Example::
 
@@ -50,11 +53,11 @@ class LoaderPosition(Callback):
 
     """
 
-    def __init__(self, on_world_size_change: Literal["error", "restart_epoch"] = "error") -> None:
-        if on_world_size_change not in ("error", "restart_epoch"):
+    def __init__(self, on_world_size_change: Literal["error", "restart_epoch", "split"] = "error") -> None:
+        if on_world_size_change not in ("error", "restart_epoch", "split"):
             raise ValueError(
                 f"`LoaderPosition(on_world_size_change={on_world_size_change!r})` is not valid: expected "
-                '"error" or "restart_epoch".'
+                '"error", "restart_epoch" or "split".'
             )
         self.on_world_size_change = on_world_size_change
         self._moments: FitMoments | None = None
@@ -69,6 +72,11 @@ class LoaderPosition(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        if self.on_world_size_change == "split" and not _is_elastic(trainer):
+            raise MisconfigurationException(
+                '`LoaderPosition(on_world_size_change="split")` needs FTStrategy: under other strategies, ranks whose data'
+                ' is of different lengths wait for each other for ever. Use "restart_epoch".'
+            )
         self._loaders, self._resume = [], None
         strategy: Any = trainer.strategy
         process, load = strategy.process_dataloader, strategy.load_checkpoint
@@ -109,12 +117,12 @@ class LoaderPosition(Callback):
             return
         moment = self._moments.now(gives_up_windows=_keeps_positions(trainer))
         section = self._section(trainer, pl_module, moment)
-        section["datamodule"] = checkpoint.get(_name_of_data(trainer))
+        section |= {"rank": _lasting_rank(trainer), "datamodule": checkpoint.get(_name_of_data(trainer))}
         ranks = _gather(trainer, section)
         if ranks is not None:
             checkpoint["callbacks"][self.state_key] = {
                 "version": _VERSION,
-                "world_size": trainer.world_size,
+                "world_size": _num_ranks(trainer),
                 "moment": moment,
                 # Of its own: under FTStrategy, the counters of a job that was asked to stop are written for Lightning.
                 "loops": deepcopy(checkpoint["loops"]["fit_loop"]),
@@ -132,16 +140,22 @@ class LoaderPosition(Callback):
                 " lightning_ft that wrote it, or without `LoaderPosition`."
             )
         self._loops, moment = state["loops"], state["moment"]
-        section = _own_section(state, trainer.global_rank)
-        if state["world_size"] != trainer.world_size and moment["within_epoch"] and not _can_be_dealt(section):
-            if self.on_world_size_change == "error":
+        section = _own_section(state, _lasting_rank(trainer))
+        saved = section["loaders"] = _with_sources(section["loaders"], state["ranks"])
+        before, now = _num_streams(saved) or state["world_size"], _num_ranks(trainer)
+        if before != now and moment["within_epoch"] and not _can_be_dealt(saved):
+            if self.on_world_size_change == "error" or (self.on_world_size_change == "split" and not _num_streams(saved)):
                 raise MisconfigurationException(
-                    f"The checkpoint was taken in the middle of an epoch on {state['world_size']} ranks, but there are"
-                    f" {trainer.world_size} now, and what each of them had left of its data is known to itself only. Resume"
-                    ' on as many, from the end of an epoch, or with `LoaderPosition(on_world_size_change="restart_epoch")`.'
+                    f"The checkpoint was taken in the middle of an epoch on {before} ranks, but there are {now} now, and"
+                    " what each of them had left of its data is known to itself only. Resume on as many, from the end of"
+                    ' an epoch, or with `LoaderPosition(on_world_size_change=...)`: "restart_epoch", or, if FTStrategy'
+                    ' saved it, "split".'
                 )
-            moment = {"within_epoch": False, "epochs": moment["epochs"]}
-            section["loaders"] = {}
+            if self.on_world_size_change == "split":
+                _allow_split(saved)
+            else:
+                moment = {"within_epoch": False, "epochs": moment["epochs"]}
+                section["loaders"] = {}
         drop_positions(checkpoint["loops"]["fit_loop"])  # those of rank 0, and read ahead
         self._resume = {"moment": moment, **section}
         for loader in self._loaders:
@@ -188,7 +202,11 @@ class LoaderPosition(Callback):
         combined = trainer.fit_loop._combined_loader
         iterator = None if combined is None else combined._iterator
         if combined is not None and _keeps_positions(trainer):
-            return {"kept": combined._state_dicts(), "samplers": list(map(sampler_state, combined.flattened))}
+            return {
+                "kept": combined._state_dicts(),
+                "samplers": list(map(sampler_state, combined.flattened)),
+                "sources": [getattr(loader, "source_state", lambda: None)() for loader in combined.flattened],
+            }
         if not self._loaders or combined is None or iterator is None:
             return {}
         num_ahead = iterator._idx - moment["trained"] if moment["within_epoch"] else 0
@@ -275,7 +293,8 @@ class LoaderPosition(Callback):
         if ("kept" in saved) != _keeps_positions(trainer):
             raise MisconfigurationException(
                 "The checkpoint was taken in the middle of an epoch under another kind of strategy. Resume with the"
-                " strategy that it was made with, or from the end of an epoch."
+                " strategy that it was made with, or from the end of an epoch. One process reads streams that FTStrategy"
+                " saved if it is started by `lightning-ft run -n 1`."
             )
         if "kept" in saved:
             _load_kept(trainer, data_fetcher, saved, resume["moment"])
@@ -303,9 +322,9 @@ class LoaderPosition(Callback):
     def _give_own_data(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Put this rank's part of the datamodule's state in the place of rank 0's."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if not state or state["world_size"] != trainer.world_size:
+        if not state or state["world_size"] != _num_ranks(trainer):
             return
-        section = state["ranks"].get(trainer.global_rank, {})
+        section = state["ranks"].get(_lasting_rank(trainer), {})
         if section.get("datamodule") is not None:
             checkpoint[_name_of_data(trainer)] = section["datamodule"]
 
@@ -321,10 +340,45 @@ def _own_section(state: dict[str, Any], rank: int) -> dict[str, Any]:
     return section
 
 
-def _can_be_dealt(section: dict[str, Any]) -> bool:
+def _can_be_dealt(saved: dict[str, Any]) -> bool:
     """Whether any number of ranks can share what is left: batches that all of them can read."""
-    kept = section["loaders"].get("kept", [])
+    kept = saved.get("kept", [])
     return bool(kept) and all("num_slots" in loader for loader in kept)
+
+
+def _num_streams(saved: dict[str, Any]) -> int:
+    """Of how many streams there are positions that any rank can go on from; 0: of none."""
+    kept = saved.get("kept", [])
+    return len(kept[0]["plan"]["done"]) if kept and not _can_be_dealt(saved) else 0
+
+
+def _with_sources(saved: dict[str, Any], ranks: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Put what each rank knew about its own stream beside the position of all."""
+    if not _num_streams(saved):
+        return saved
+    sources = [source for section in ranks.values() for source in section["loaders"].get("sources", ())]
+    first, *others = saved["kept"]
+    return {**saved, "kept": [{**first, "sources": {own["stream"]: own for own in sources if own is not None}}, *others]}
+
+
+def _allow_split(saved: dict[str, Any]) -> None:
+    saved["kept"][0]["split"] = True
+
+
+def _is_elastic(trainer: Trainer) -> bool:
+    return hasattr(trainer.strategy, "gather_objects")
+
+
+def _num_ranks(trainer: Trainer) -> int:
+    """How many ranks there are if none is missing."""
+    return trainer.strategy.num_processes if _is_elastic(trainer) else trainer.world_size  # type: ignore[attr-defined]
+
+
+def _lasting_rank(trainer: Trainer) -> int:
+    """What this rank is in the next run, if none is missing then."""
+    rank = trainer.global_rank
+    members: tuple[int, ...] = getattr(trainer.strategy, "members", ())
+    return members[rank] if _is_elastic(trainer) and rank < len(members) else rank
 
 
 def _keeps_positions(trainer: Trainer) -> bool:
@@ -351,18 +405,20 @@ def _load_kept(trainer: Trainer, data_fetcher: Any, saved: dict[str, Any], momen
 
 def _gather(trainer: Trainer, section: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
     """Collective. Return the sections of all ranks in rank 0, elsewhere this rank's own; None where none is asked for."""
-    rank, size = trainer.global_rank, trainer.world_size
+    rank, size = section["rank"], trainer.world_size
     # After an exception the other ranks may be anywhere: whoever waited for them might wait forever.
     is_alone = trainer.interrupted and not isinstance(sys.exc_info()[1], SIGTERMException)
-    if size == 1 or is_alone:
+    if is_alone:
         return {rank: section}
     gather_elastically = getattr(trainer.strategy, "gather_objects", None)
-    if gather_elastically is not None:
+    if gather_elastically is not None:  # which knows, even of a rank that is alone, whether another waits for this state
         gathered = gather_elastically(section)
-        return None if gathered is None else dict(enumerate(gathered))
+        return None if gathered is None else {row["rank"]: row for row in gathered}
+    if size == 1:
+        return {rank: section}
     rows: list[Any] | None = [None] * size if rank == 0 else None
     torch.distributed.gather_object(section, rows, dst=0)
-    return {rank: section} if rows is None else dict(enumerate(rows))
+    return {row["rank"]: row for row in rows or [section]}
 
 
 def _name_of_data(trainer: Trainer) -> str:

@@ -38,18 +38,32 @@ class SourcePositions:
         is_stateful = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
         return cls(source, memory) if is_stateful else None
 
-    def resume(self, epoch: int, position: int) -> bool:
-        """Put the source after its first ``position`` batches of ``epoch``; return whether that is done."""
+    def resume(self, epoch: int, position: int, known: dict[str, Any] | None = None) -> int:
+        """Put the source behind as many of its first ``position`` batches of ``epoch`` as it can be; return how many.
+
+        Args:
+            epoch: The epoch under way.
+            position: How many batches of it were trained.
+            known: What :meth:`committed` told in another job.
+
+        """
         self._states.clear()
         self._num_read = self._committed = 0
         packed = self._memory.recall() if position and self._memory is not None else None
         kept_epoch, states = (None, {}) if packed is None else pickle.loads(packed)
         if kept_epoch != epoch or position not in states:
-            return False
+            if known is None or known["position"] != position:
+                return 0
+            states = {position: known["state"]}
         self._source.load_state_dict(states[position])
         self._num_read = self._committed = position
         self._states[position] = states[position]
-        return True
+        return position
+
+    def committed(self) -> dict[str, Any] | None:
+        """Return where the source was after the last committed batch; None if that is its start, or not known."""
+        state = self._states.get(self._committed)
+        return None if state is None else {"position": self._committed, "state": state}
 
     def advance(self) -> None:
         """Note where the source is, one batch further."""

@@ -2,19 +2,15 @@
 
 import copy
 import struct
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
-from lightning_ft.data.ending_workers import end_workers
-from lightning_ft.data.random_state import random_state, under_random_state
-from lightning_ft.data.source_positions import Memory, SourcePositions
+from lightning_ft.data.random_state import random_state
 from lightning_ft.data.stream_plan import StreamPlan
+from lightning_ft.data.stream_reader import Stream, StreamReader
 
 _OFFER = struct.Struct("=???")
-_END = object()
 
 
 class Exchange(Protocol):
@@ -55,6 +51,9 @@ class StreamLoader:
     slot's next incarnation skips what was trained of its stream, which therefore must yield the same again; a source with
     ``state_dict`` and ``load_state_dict`` is put there instead.
 
+    A stream that nobody reads is given to the first slot that is through with its own, which reads it as its own rank
+    would: one of a job on more ranks, whose epoch goes on here, and with ``takes_over`` that of a rank that is away.
+
     Args:
         source: Any iterable; of its attributes, those that this class lacks are readable here too.
         slot: The slot whose loader this is.
@@ -63,9 +62,9 @@ class StreamLoader:
         exchange: Tells the others what this rank has.
         lengths: The lengths of the streams, by slot; None if any of them is not known.
         limit: ``Trainer(limit_train_batches=...)``: batches of a rank, or a fraction of them.
-        in_stream: Entered while the source runs.
+        find: Returns the stream of one rank of a number of ranks; by default, all are ``source``.
         borrow: Sends a batch to ranks that have none in the epoch.
-        memory: Keeps the state of a source that has one.
+        takes_over: Whether others read what a rank that is away has left.
 
     """
 
@@ -80,10 +79,10 @@ class StreamLoader:
         exchange: Exchange,
         lengths: list[int] | None,
         limit: int | float = 1.0,
-        in_stream: Callable[[], AbstractContextManager[Any]] = nullcontext,
         *,
+        find: Callable[[int, int], Stream] | None = None,
         borrow: Loan,
-        memory: Memory | None = None,
+        takes_over: bool = False,
     ) -> None:
         self.source = source
         self.plan = StreamPlan(num_slots)
@@ -92,33 +91,27 @@ class StreamLoader:
         self.deferred = False
         """True in a rank that is not a member yet: its position comes with the state that it receives."""
         self.on_take: Callable[[], None] = lambda: None
+        self.on_hand_over: Callable[[dict[int, int]], None] = lambda streams: None
+        """Called, alike on all ranks, when slots read the streams of others from now on."""
         self._slot = slot
+        self._num_slots = num_slots
         self._current_epoch = current_epoch
         self._exchange = exchange
         self._borrow = borrow
-        self._positions = None if memory is None else SourcePositions.of(source, memory)
-        self._in_stream = in_stream
+        self._find = find or (lambda number, count: Stream(source))
+        self._takes_over = takes_over
         self._length = None if lengths is None else max(lengths)
-        self._is_sized = lengths is not None
-        caps = (
-            [limit if isinstance(limit, int) else None] * num_slots
-            if lengths is None
-            else [_limited(n, limit) for n in lengths]
-        )
-        self._caps = caps
-        self._cap = caps[slot]
-        self.expected_steps = max((cap for cap in caps if cap is not None), default=None)
-        """How many steps the epoch has without faults, as far as that is known beforehand."""
+        self._limits = _Limits.of(lengths, limit, num_slots)
+        self._epoch_limits = self._limits
         self._resumed = False
+        self._has_begun = False
         self._mine = _Offer(False, False, False)
         self._offers: dict[int, _Offer] | None = None
-        self._stream: Iterator[Any] | None = None
-        self._ahead: deque[Any] = deque()
-        self._used_up = False
+        self._reader: StreamReader | None = None
         self._spare: tuple[Any] | None = None
         self._opened_under: dict[str, Any] | None = None
+        self._known: dict[int, dict[str, Any]] = {}
         self._more: dict[int, bool] = {}
-        self._through: set[int] = set()
         self._may_go_on = True
 
     def __getattr__(self, name: str) -> Any:
@@ -132,16 +125,17 @@ class StreamLoader:
         return self._length
 
     def __iter__(self) -> "StreamLoader":
-        if self._stream is not None and self._offers is None and self.plan.epoch == self._current_epoch():
+        if self._has_begun and self._offers is None and self.plan.epoch == self._current_epoch():
             return self  # asked again before the first batch
         self._offers = None
         if self._resumed:
             self._resumed = False
         else:
-            self._opened_under = None
-            self._through.clear()
+            self._opened_under, self._known = None, {}
+            self._epoch_limits = self._limits
             self.plan.begin_epoch(self._current_epoch())
         self._close()
+        self._has_begun = not self.deferred
         if not self.deferred:
             self._open()
         return self
@@ -154,6 +148,8 @@ class StreamLoader:
             self._mine = self._offer()
             rows = self._exchange(_OFFER.pack(*astuple(self._mine)))
             self._offers = {slot: _Offer(*_OFFER.unpack(row)) for slot, row in rows.items()}
+            if self._hand_over():
+                continue
             able = [slot for slot, offer in sorted(self._offers.items()) if offer.can_run]
             if not able or len(able) == len(self._offers) or not any(o.has_batch for o in self._offers.values()):
                 break
@@ -168,8 +164,7 @@ class StreamLoader:
         offers, self._offers = self._offers, {}
         self._check(offers)
         self._more = {slot: offer.has_more for slot, offer in offers.items()}
-        self._through |= {slot for slot, offer in offers.items() if not offer.has_batch}
-        self._may_go_on = any(self._more.values())
+        self._may_go_on = any(self._more.values()) or self._has_unread(offers)
         self.ticket = self.plan.take([slot for slot, offer in offers.items() if offer.has_batch]).get(self._slot)
         batch = self._take(self._mine)
         self.has_own_batch = batch is not None
@@ -182,27 +177,33 @@ class StreamLoader:
         return int(self._may_go_on)
 
     @property
+    def expected_steps(self) -> int | None:
+        """How many steps the epoch has without faults, as far as that is known beforehand; 0: Lightning's idea is wrong."""
+        if self._length is not None and not self._epoch_limits.are_known:
+            return 0
+        return max((cap for cap in self._epoch_limits.caps if cap is not None), default=None)
+
+    @property
     def is_at_step_boundary(self) -> bool:
         """Whether all batches taken are committed."""
         return not self.plan.in_flight
 
     def commit(self, contributors: tuple[int, ...]) -> dict[int, list[int]]:
         """Record that a step with the gradients of ``contributors`` is committed; return the tickets that are done."""
-        self._may_go_on = any(self._more.get(slot, True) for slot in contributors)
-        self._through |= {slot for slot in contributors if not self._more.get(slot, True)}
-        done = self.plan.commit(contributors)
-        if self._positions is not None and done.get(self._slot):
-            self._positions.keep(self.plan.epoch, self.plan.position(self._slot))
+        done = self.plan.commit(contributors, [slot for slot in contributors if not self._more.get(slot, True)])
+        self._may_go_on = any(self._more.get(slot, True) for slot in contributors) or self._has_unread(contributors)
+        if self._reader is not None and done.get(self._slot):
+            self._reader.keep(self.plan.epoch, self.plan.position(self._reader.number))
         return done
 
-    def left_of(self, missing: Iterable[int]) -> dict[int, int | None]:
-        """Return how many batches the streams of ``missing`` slots have left, if any; None where that is not known."""
-        left = {slot: self._caps[slot] for slot in missing if slot not in self._through}
-        if self._is_sized:
-            left = {slot: int(self.plan.num_left(slot, cap)) for slot, cap in left.items()}
-        else:
-            left = dict.fromkeys(left)
-        return {slot: count for slot, count in left.items() if count != 0}
+    def left_by(self, missing: Collection[int]) -> dict[int, int | None]:
+        """Return how many batches are left of each stream that ``missing`` slots read; None where that is not known."""
+        present = set(range(self._num_slots)) - set(missing)
+        streams = self.plan.without_reader(present, of_absent=True)
+        if not self._epoch_limits.are_known:
+            return dict.fromkeys(streams)
+        left = {stream: int(self.plan.num_left(stream, self._epoch_limits.caps[stream])) for stream in streams}
+        return {stream: count for stream, count in left.items() if count}
 
     def expect_more(self) -> None:
         """Somebody is about to join who may have batches, even if nobody else has."""
@@ -210,24 +211,53 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position of all streams, the same on every rank."""
-        return {"plan": self.plan.state_dict(), "opened_under": self._opened_under}
+        return {"plan": self.plan.state_dict(), "opened_under": self._opened_under, "caps": self._epoch_limits.caps}
+
+    def source_state(self) -> dict[str, Any] | None:
+        """Return where the source of this rank's stream is, if it tells; to be put into ``state["sources"]``, by stream."""
+        state = None if self._reader is None else self._reader.state()
+        return None if self._reader is None or state is None else {"stream": self._reader.number, **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where another loader was; batches that were not committed are read again."""
+        """Continue where another loader was; batches that were not committed are read again.
+
+        Args:
+            state: What :meth:`state_dict` returned. ``"split"`` in it: the loader may have been one of another number of
+                slots, whose streams are dealt to these for the rest of the epoch. ``"sources"``: where they were.
+
+        Raises:
+            ValueError: If it was one of another kind, or of another number of slots.
+
+        """
         if "opened_under" not in state:
             raise ValueError(
                 "The checkpoint has the position of a map-style dataset that all ranks read, but the training data is a"
                 " stream of each rank. Resume with the data that it was made with, or from the end of an epoch."
             )
-        self.plan.load_state_dict(state["plan"])
-        self._opened_under = state["opened_under"]
-        self._close()
+        num_streams = len(state["plan"]["done"])
+        if num_streams != self._num_slots and not state.get("split"):
+            raise ValueError(
+                f"The checkpoint has the positions of {num_streams} streams, but there are {self._num_slots} ranks now. In"
+                " the middle of an epoch, resume on the same number of ranks, or with"
+                ' `LoaderPosition(on_world_size_change="split")`.'
+            )
+        self._load(state)
+        self.plan.deal()
         self._resumed = True
 
     def load_handed_out(self, state: dict[str, Any], live: tuple[int, ...]) -> None:
         """Take the position that a live peer handed out, with the iteration under way."""
-        self.load_state_dict(state)
-        self._resumed, self.deferred = False, False
+        self._load(state)
+        self._resumed, self.deferred, self._may_go_on = False, False, True
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.plan.load_state_dict(state["plan"])
+        self._opened_under, self._known = state["opened_under"], state.get("sources", {})
+        self._epoch_limits = self._limits
+        if self.plan.num_streams != self._num_slots:
+            self._epoch_limits = _Limits(state.get("caps") or [None] * self.plan.num_streams, are_known=False)
+        self._close()
+        self._may_go_on = bool(self.left_by(range(self._num_slots)))
 
     # The stream.
 
@@ -236,70 +266,65 @@ class StreamLoader:
         self._close()
 
     def _close(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not getattr(self.source, "_iterator", None):
-            end_workers(stream)
-        self._ahead.clear()
-        self._used_up = False
+        reader, self._reader = self._reader, None
+        self._has_begun = False
+        if reader is not None:
+            reader.close()
 
     def _open(self) -> None:
-        """Begin the stream, after what was trained of it.
-
-        A shuffling sampler and workers draw their seeds when the stream begins, some of them with its first batch. To read
-        the same again they must draw the same, and what training draws must not shift.
-        """
+        """Begin what this slot reads, if there is anything, after what was trained of it."""
+        number = self.plan.stream_of(self._slot)
         state, self._opened_under = self._opened_under, self._opened_under or random_state()
-        position = self.plan.position(self._slot)
-        with under_random_state(state), self._in_stream():
-            _set_epoch(self.source, self.plan.epoch)
-            is_there = self._positions is not None and self._positions.resume(self.plan.epoch, position)
-            self._stream = iter(self.source)
-            if self._cap != 0:
-                self._read()
-            for _ in range(0 if is_there else position):
-                if not self._ahead:
-                    break
-                trained = self._ahead.popleft()
-                if trained is not None:
-                    self._spare = (trained,)
-                self._read()
+        if number is None:
+            return
+        self._reader = reader = StreamReader(self._find(number, self.plan.num_streams), number)
+        position, known = self.plan.position(number), self._known.get(number)
+        reader.open(self.plan.epoch, position, state, known, read=self._epoch_limits.caps[number] != 0)
+        if reader.last_skipped is not None:
+            self._spare = (reader.last_skipped,)
 
     def _offer(self) -> _Offer:
-        if self._stream is None:
+        if self._reader is None:
             self._open()
-        left = self.plan.num_left(self._slot, self._cap)
+        reader = self._reader
+        if reader is None:
+            return _Offer(False, False, self._spare is not None)
+        left = self.plan.num_left(reader.number, self._epoch_limits.caps[reader.number])
         # Without a length, only reading on tells whether a batch is the last one.
-        while len(self._ahead) < min(left, 1 if self._is_sized else 2) and self._read():
+        is_sized = self._epoch_limits.are_known
+        while len(reader.ahead) < min(left, 1 if is_sized else 2) and reader.read():
             pass
         if not left:
-            self._ahead.clear()
-        has_batch = bool(self._ahead)
-        if has_batch and self._ahead[0] is None and self._spare is None:
-            while self._ahead[-1] is None and self._read():
+            reader.ahead.clear()
+        has_batch = bool(reader.ahead)
+        if has_batch and reader.ahead[0] is None and self._spare is None:
+            while reader.ahead[-1] is None and reader.read():
                 pass
-            if self._ahead[-1] is not None:
-                self._spare = (_copy(self._ahead[-1]),)
-        has_more = left > 1 and (not self._used_up if self._is_sized else len(self._ahead) > 1)
-        can_run = self._spare is not None or (has_batch and self._ahead[0] is not None)
+            if reader.ahead[-1] is not None:
+                self._spare = (_copy(reader.ahead[-1]),)
+        has_more = left > 1 and (not reader.used_up if is_sized else len(reader.ahead) > 1)
+        can_run = self._spare is not None or (has_batch and reader.ahead[0] is not None)
         return _Offer(has_batch, has_more, can_run)
 
-    def _read(self) -> bool:
-        if self._used_up:
-            return False
-        assert self._stream is not None
-        with self._in_stream():
-            batch = next(self._stream, _END)
-        self._used_up = batch is _END
-        if not self._used_up:
-            self._ahead.append(batch)
-            if self._positions is not None:
-                self._positions.advance()
-        return not self._used_up
+    def _hand_over(self) -> bool:
+        """Give slots that are through streams that nobody reads; return whether there were any."""
+        assert self._offers is not None
+        idle = [slot for slot, offer in self._offers.items() if not offer.has_batch]
+        found = self.plan.hand_over(idle, self._offers.keys(), of_absent=self._takes_over) if idle else {}
+        if self._slot in found:
+            self._close()
+        if found:
+            self.on_hand_over(found)
+        return bool(found)
+
+    def _has_unread(self, live: Collection[int]) -> bool:
+        return bool(self.plan.without_reader(live, of_absent=self._takes_over))
 
     def _take(self, mine: _Offer) -> Any:
         if not mine.has_batch:
             return None
-        batch = self._ahead.popleft()
+        assert self._reader is not None
+        batch = self._reader.ahead.popleft()
         if batch is not None and not mine.has_more:
             # While others go on, this rank runs a batch that does not count: not one that the user's code has changed.
             self._spare = (_copy(batch),)
@@ -310,8 +335,11 @@ class StreamLoader:
     def _lend(self, lender: int) -> None:
         """Collective. Let ranks that have no batch to run a step with run one of the ``lender``'s, which will not count."""
         mine = None
-        if lender == self._slot:
-            mine = self._ahead[0] if self._spare is None else self._spare[0]
+        if lender == self._slot and self._spare is not None:
+            mine = self._spare[0]
+        elif lender == self._slot:
+            assert self._reader is not None
+            mine = self._reader.ahead[0]
         batch = self._borrow(mine, lender)
         if not self._mine.can_run and batch is not None:
             self._spare = (batch,)
@@ -323,20 +351,29 @@ class StreamLoader:
             raise StopIteration
 
 
+@dataclass(frozen=True)
+class _Limits:
+    """How many batches there are of each stream.
+
+    Args:
+        caps: At most; None where that is not known.
+        are_known: Whether there are as many, unless a stream is shorter than it says.
+
+    """
+
+    caps: list[int | None]
+    are_known: bool
+
+    @classmethod
+    def of(cls, lengths: list[int] | None, limit: int | float, num_slots: int) -> "_Limits":
+        if lengths is None:
+            return cls([limit if isinstance(limit, int) else None] * num_slots, are_known=False)
+        of_each = [min(length, limit) if isinstance(limit, int) else int(length * limit) for length in lengths]
+        return cls([*of_each], are_known=True)
+
+
 def _copy(batch: Any) -> Any:
     try:
         return copy.deepcopy(batch)
     except Exception:  # whatever a batch is made of: at worst, the user's code finds it as it left it
         return batch
-
-
-def _limited(length: int, limit: int | float) -> int:
-    return min(length, limit) if isinstance(limit, int) else int(length * limit)
-
-
-def _set_epoch(source: Any, epoch: int) -> None:
-    sampler, batch_sampler = getattr(source, "sampler", None), getattr(source, "batch_sampler", None)
-    for candidate in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
-        set_epoch = getattr(candidate, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)

@@ -30,6 +30,12 @@ def shield_workers(loader: Any) -> None:
             loader.multiprocessing_context = _SHIELDED[type(context)]()
 
 
+def start_of_workers(loader: Any) -> Callable[[int], None] | None:
+    """Return what the user or Lightning has a worker of ``loader`` do first, if it has workers that do anything."""
+    init = getattr(loader, "worker_init_fn", None)
+    return init.init if isinstance(init, _ShieldedStart) else init
+
+
 class _ShieldedStart:
     """What a worker does first.
 
@@ -39,13 +45,13 @@ class _ShieldedStart:
     """
 
     def __init__(self, init: _Init) -> None:
-        self._init = init
+        self.init = init
 
     def __call__(self, worker_id: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_heed, args=(os.getppid(),), daemon=True).start()
-        if self._init is not None:
-            self._init(worker_id)
+        if self.init is not None:
+            self.init(worker_id)
 
 
 def _heed(parent: int) -> None:

@@ -170,8 +170,8 @@ class Engine(Protocol):
     def admit_joiners(self, provide_state: Callable[[Sequence[int]], Any]) -> list[int]:
         """Collective. At a step boundary: let those in that wait, give them the state, return their slots."""
 
-    def numbered_by_slot(self) -> AbstractContextManager[None]:
-        """While this is entered, rank and members are what they are if everybody lives."""
+    def numbered_as(self, rank: int, num_ranks: int) -> AbstractContextManager[None]:
+        """While this is entered, rank and members are those of one rank of ``num_ranks``."""
 
     def exclude(self, slot: int, reason: str) -> None:
         """Have a live slot removed."""
@@ -266,7 +266,7 @@ class SoloEngine:
     def admit_joiners(self, provide_state: Callable[[Sequence[int]], Any]) -> list[int]:
         return []
 
-    def numbered_by_slot(self) -> AbstractContextManager[None]:
+    def numbered_as(self, rank: int, num_ranks: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def exclude(self, slot: int, reason: str) -> None:

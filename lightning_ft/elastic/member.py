@@ -60,7 +60,7 @@ class Member(SupervisedProcess):
         self._vigil = self._make_vigil(self._generation)
         self._members: tuple[int, ...] = ()
         self._hold = False
-        self._by_slot = False
+        self._numbered: tuple[int, int] | None = None
         self._dead: dict[int, str] = {}  # since the last change that this rank took part in
         self._sequence = 0  # of the next operation
         self._last: Any = None  # the result of the one before
@@ -77,7 +77,7 @@ class Member(SupervisedProcess):
 
     @property
     def rank(self) -> int:
-        return self.slot if self._by_slot else self._live_rank
+        return self._live_rank if self._numbered is None else self._numbered[0]
 
     @property
     def _live_rank(self) -> int:
@@ -86,7 +86,7 @@ class Member(SupervisedProcess):
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(range(self.num_slots)) if self._by_slot else self._members
+        return self._members if self._numbered is None else tuple(range(self._numbered[1]))
 
     @property
     def generation(self) -> int:
@@ -102,16 +102,17 @@ class Member(SupervisedProcess):
         return self._hold
 
     @contextmanager
-    def numbered_by_slot(self) -> Iterator[None]:
-        """While this is entered, rank and members are what they are if everybody lives.
+    def numbered_as(self, rank: int, num_ranks: int) -> Iterator[None]:
+        """While this is entered, rank and members are those of one rank of ``num_ranks``.
 
-        For what a rank computes from them and must compute again alike in its next incarnation: its part of a stream.
+        For what a rank computes from them and must be computed again alike in its next incarnation, or in another rank that
+        takes it over: its part of a stream.
         """
-        self._by_slot = True
+        self._numbered = rank, num_ranks
         try:
             yield
         finally:
-            self._by_slot = False
+            self._numbered = None
 
     def exclude(self, slot: int, reason: str) -> None:
         """Have a live slot removed."""

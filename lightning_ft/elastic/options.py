@@ -9,6 +9,7 @@ from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
 from lightning_ft.elastic.protocol import Options
 
 StartMethod = Literal["auto", "fork", "spawn"]
+LostStreams = Literal["leave", "take_over"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class SupervisionOptions:
         grace: Seconds between a forwarded SIGTERM or SIGINT and SIGKILL.
         start_method: "fork": ranks are forked from a process that imported torch and lightning; "spawn": they start
             from nothing; "auto": forked where that is safe.
+        lost_streams: What becomes of data that only its own rank reads (an iterable dataset) when that rank is away and the
+            others are through with theirs. "leave": it is not trained in that epoch; "take_over": the others read it from
+            where it was, numbered as that rank. They must get the same from there as it would.
         prefix_output: Whether each line of a rank's output names its slot; None: unless the output is a terminal.
 
     Raises:
@@ -42,6 +46,7 @@ class SupervisionOptions:
     stall_timeout: float = 7200.0
     grace: float = 30.0
     start_method: StartMethod = "auto"
+    lost_streams: LostStreams = "leave"
     prefix_output: bool | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +57,7 @@ class SupervisionOptions:
             check_seconds(call, name, getattr(self, name), none=True)
         check_seconds(call, "stall_timeout", self.stall_timeout)
         check_choice(call, "start_method", self.start_method, get_args(StartMethod))
+        check_choice(call, "lost_streams", self.lost_streams, get_args(LostStreams))
         check_choice(call, "prefix_output", self.prefix_output, (True, False, None))
 
 

@@ -120,6 +120,7 @@ class Options(TypedDict):
     setup_timeout: float | None
     checkpoint_timeout: float | None
     stall_timeout: float
+    lost_streams: str
 
 
 class Park(TypedDict):

@@ -124,6 +124,9 @@ KINDS: Mapping[str, Kind] = {
     # Data.
     "epoch": Kind("an epoch begins", {"epoch": int, "num_tickets": int | None}, {"global_batch": int}),
     "streams_left": Kind("an epoch ends without streams of slots that are away", {"epoch": int, "batches": dict}),
+    "streams_taken": Kind(
+        "slots read from now on what nobody reads: by slot, whose stream", {"epoch": int, "streams": dict}
+    ),
     # Checkpoints.
     "checkpoint": Kind(
         "a checkpoint is there", {"path": str, "step": int}, {"replaces": list, "ms": _NUMBER, "stall_ms": _NUMBER}

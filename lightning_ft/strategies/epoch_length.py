@@ -6,7 +6,6 @@ validate, when a window of accumulation ends early and when the epoch is over.
 
 from lightning.pytorch import Trainer
 
-from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.strategies.training_data import TrainLoader
 
@@ -35,7 +34,7 @@ def set_length(trainer: Trainer, loader: TrainLoader) -> None:
         progress.is_last_batch = remaining == 0
 
 
-def set_length_of_resumed(trainer: Trainer, loader: ElasticLoader) -> None:
+def set_length_of_resumed(trainer: Trainer, loader: TrainLoader) -> None:
     """Set the length when a fit resumes in an epoch that may have taken more batches already than it is planned to have."""
     ready, remaining = trainer.fit_loop.epoch_loop.batch_progress.current.ready, loader.remaining_steps
     fetcher = trainer.fit_loop._data_fetcher

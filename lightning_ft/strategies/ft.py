@@ -272,7 +272,12 @@ class FTStrategy(LiveRanks):
             constant_batch=self._constant_batch and not isinstance(self.engine, SoloEngine),
         )
         self._live.data = TrainingData(
-            trainer, self.engine, self._startup, self.broadcast, constant_batch=self._constant_batch
+            trainer,
+            self.engine,
+            self._startup,
+            self.broadcast,
+            constant_batch=self._constant_batch,
+            takes_over=self._policy.lost_streams == "take_over",
         )
         self._live.data.watch_source()
         if not isinstance(self.engine, SoloEngine):

@@ -57,7 +57,8 @@ class JointLoaders:
 
     def __init__(self, combined: CombinedLoader) -> None:
         self._combined = combined
-        self._sources: list[Any] = []
+        self.sources: list[Any] = []
+        """The loaders of this rank that have a part already."""
         self.stream: StreamLoader | None = None
         """Of the combined batches; made once all parts are there."""
         self.row: list[Any] | None = None
@@ -65,17 +66,17 @@ class JointLoaders:
 
     def add(self, source: Any) -> "JointPart":
         """Return the part for the next of the loaders."""
-        self._sources.append(source)
-        return (FirstPart if len(self._sources) == 1 else JointPart)(source, self, len(self._sources) - 1)
+        self.sources.append(source)
+        return (FirstPart if len(self.sources) == 1 else JointPart)(source, self, len(self.sources) - 1)
 
     @property
     def is_complete(self) -> bool:
         """Whether all loaders have a part."""
-        return len(self._sources) == len(self._combined.flattened)
+        return len(self.sources) == len(self._combined.flattened)
 
-    def batches(self) -> CombinedBatches:
-        """What the stream is to yield."""
-        return CombinedBatches(self._sources, self._combined._mode)
+    def batches(self, sources: Sequence[Any]) -> CombinedBatches:
+        """Return what the stream is to yield, of loaders such as these."""
+        return CombinedBatches(sources, self._combined._mode)
 
 
 class JointPart:
@@ -97,7 +98,7 @@ class JointPart:
 
     def __getattr__(self, name: str) -> Any:
         # A position of its own would be saved beside that of the stream.
-        if name.startswith("_") or name in ("source", "state_dict", "load_state_dict"):
+        if name.startswith("_") or name in ("source", "state_dict", "load_state_dict", "source_state"):
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -131,9 +132,18 @@ class FirstPart(JointPart):
         """The ticket of the combined batch under way."""
         return self._stream.ticket
 
+    @property
+    def remaining_steps(self) -> int:
+        """Whether this epoch has further batches."""
+        return self._stream.remaining_steps
+
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream."""
         return self._stream.state_dict()
+
+    def source_state(self) -> dict[str, Any] | None:
+        """Return where the source of the stream is, if it tells."""
+        return self._stream.source_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where another stream was."""

@@ -164,7 +164,7 @@ class LiveTraining:
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def _after_resumption(self) -> None:
-        if isinstance(self.loader, ElasticLoader) and not self.loader.deferred:
+        if self.loader is not None and not self.loader.deferred:
             set_length_of_resumed(self.trainer, self.loader)
 
     def _survive(self, fit_loop: Any, memory: ReplicaMemory) -> None:
@@ -242,6 +242,8 @@ class LiveTraining:
             if isinstance(loader, ElasticLoader) and not self._engine.alone:
                 loader.live = self._slots
             loader.on_take = self._on_take
+            if isinstance(loader, StreamLoader):
+                loader.on_hand_over = lambda streams: self._tell_handed_over(loader.plan.epoch, streams)
             self.loader = loader
             if self.extra is not None:
                 self.extra.follow(loader)
@@ -282,11 +284,17 @@ class LiveTraining:
 
     def _end_streams(self, loader: StreamLoader) -> None:
         """Say what is not trained in this epoch, since its slot is not back."""
-        left = loader.left_of(sorted(set(range(self._engine.num_slots)) - set(self._slots)))
+        left = loader.left_by(set(range(self._engine.num_slots)) - set(self._slots))
         if left and self._engine.rank == 0:
             self._events.emit("streams_left", epoch=loader.plan.epoch, batches=left)
             what = ", ".join(f"{'an unknown number' if n is None else n} of slot {slot}" for slot, n in left.items())
             log.warning("Epoch %s ends without batches of streams whose slots are not back: %s.", loader.plan.epoch, what)
+
+    def _tell_handed_over(self, epoch: int, streams: dict[int, int]) -> None:
+        if self._engine.rank == 0:
+            self._events.emit("streams_taken", epoch=epoch, streams=streams)
+            what = ", ".join(f"that of rank {stream}" for stream in streams.values())
+            log.info("Ranks that are through with their data in epoch %s read what nobody reads: %s.", epoch, what)
 
     def _on_take(self) -> None:
         assert self.loader is not None

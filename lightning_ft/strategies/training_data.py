@@ -1,7 +1,7 @@
 """Chooses the loader that a rank trains from, and tells it what all ranks must see alike."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lightning_ft.elastic.exchange import Exchange
 from lightning_ft.strategies.evaluation import distributed_samplers, reshard
 from lightning_ft.strategies.joint_loaders import JointLoaders
 from lightning_ft.strategies.startup import StartupRecord
+from lightning_ft.strategies.stream_sources import StreamSources
 
 TrainLoader = ElasticLoader | StreamLoader
 
@@ -31,6 +32,7 @@ class TrainingData:
         startup: Answers joiners with what the ranks agreed on at the start.
         broadcast: Sends an object from rank 0 to all, or to a joiner that of the start.
         constant_batch: Whether each step has as many batches as if all ranks were live.
+        takes_over: Whether the streams of ranks that are away are read by others.
 
     """
 
@@ -42,12 +44,15 @@ class TrainingData:
         broadcast: Callable[[Any], Any],
         *,
         constant_batch: bool = False,
+        takes_over: bool = False,
     ) -> None:
         self._trainer = trainer
         self._engine = engine
         self._startup = startup
         self._broadcast = broadcast
         self._constant_batch = constant_batch
+        self._takes_over = takes_over
+        self._remake: Callable[[], Any] | None = None
         self._joint: JointLoaders | None = None
         self.pause_agreed = False
         """Whether the ranks learned, when they told each other what batches they have, that somebody waits to join."""
@@ -56,9 +61,12 @@ class TrainingData:
         """Note what the user's code returns as training data, before Lightning takes it apart."""
         source = self._trainer.fit_loop._data_source
         request = type(source).dataloader.__get__(source)
+        self._remake = request if source.is_module() else None
 
         def request_combined() -> CombinedLoader:
-            with self._engine.numbered_by_slot():  # what depends on the rank must be the same in its next incarnation
+            with self._engine.numbered_as(
+                self._engine.slot, self._engine.num_slots
+            ):  # what depends on the rank must be the same in its next incarnation
                 loaders = request()
             combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
             self._joint = JointLoaders(combined) if len(combined.flattened) > 1 else None
@@ -80,11 +88,11 @@ class TrainingData:
             return elastic, elastic
         self._pin_to_slot(dataloader)
         if self._joint is None:
-            stream = self._make_stream(dataloader)
+            stream = self._make_stream([dataloader], lambda loaders: loaders[0])
             return stream, stream
         part = self._joint.add(dataloader)
         if self._joint.is_complete:
-            self._joint.stream = self._make_stream(self._joint.batches())
+            self._joint.stream = self._make_stream(self._joint.sources, self._joint.batches)
         return part, self._joint.stream
 
     def _make_elastic(self, dataloader: Any) -> ElasticLoader:
@@ -101,7 +109,9 @@ class TrainingData:
         _auto_add_worker_init_fn(loader, slot)
         return loader
 
-    def _make_stream(self, source: Any) -> StreamLoader:
+    def _make_stream(self, loaders: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> StreamLoader:
+        shards = self._trainer._accelerator_connector.use_distributed_sampler
+        source = combine(loaders)
         return StreamLoader(
             source,
             self._engine.slot,
@@ -109,10 +119,10 @@ class TrainingData:
             self._current_epoch,
             exchange=self._exchange_offers,
             borrow=self._borrow,
-            memory=_SlotMemory(self._engine),
+            find=StreamSources(self._engine, loaders, combine, self._remake, shards=shards).find,
             lengths=self._agree_on_lengths(sized_len(source)),
             limit=self._limit,
-            in_stream=self._engine.numbered_by_slot,
+            takes_over=self._takes_over,
         )
 
     def _pin_to_slot(self, dataloader: Any) -> None:
@@ -171,30 +181,6 @@ class TrainingData:
             return dict(zip(slots, exchange.inline, strict=True)), self._engine.hold
 
         return self._engine.run(label, body, inline=mine)
-
-
-class _SlotMemory:
-    """What the supervisor keeps for a slot's next incarnation, within one Trainer call.
-
-    Args:
-        engine: Of the job.
-
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def keep(self, value: bytes) -> None:
-        """Keep ``value`` in place of the one before."""
-        self._engine.record(self._key, value)
-
-    def recall(self) -> bytes | None:
-        """Return what was kept last."""
-        return self._engine.recorded(self._key)
-
-    @property
-    def _key(self) -> str:
-        return f"stream/{self._engine.call}/{self._engine.slot}"
 
 
 def _has_shared_order(dataloader: object) -> bool:

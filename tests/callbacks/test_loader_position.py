@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_ft.testing import Fault, FaultPlan, run_without_supervisor
@@ -268,3 +268,58 @@ def test_another_number_of_ranks_trains_what_was_left_of_the_epoch(train: Callab
     last = train(name="on four", devices=4, ckpt_path=str(tmp_path / "alone" / "steps" / "step=13.ckpt"), **options)
     last.job.check()
     assert first.trained_samples(2)[1] + trained + last.trained_samples(2)[1] == Counter(range(95))
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("error", 'on 2 ranks, but there are 1 now.*"restart_epoch", or, if FTStrategy saved it, "split"'),
+        ("split", "`lightning-ft run -n 1`"),
+        ("restart_epoch", None),
+    ],
+)
+def test_streams_of_another_number_of_ranks_are_refused_or_begin_again(
+    tmp_path: Path, resumed: ModuleType, choice: Any, message: str | None
+) -> None:
+    resumed.fit(tmp_path, Stream, hooks=("on_train_batch_end",), num_validation=0, strategy="ft", max_epochs=1)
+    (path,) = tmp_path.glob("002-*")
+    checkpoint = torch.load(path, weights_only=False)
+    position = checkpoint["callbacks"]["LoaderPosition"]
+    plan = {"version": 2, "epoch": 0, "done": [3, 2]}
+    position["ranks"][0]["loaders"] = {"kept": [{"plan": plan, "opened_under": None}], "samplers": [None]}
+    torch.save(checkpoint, path)
+    options: dict[str, Any] = {"num_validation": 0, "strategy": "ft", "position": choice, "ckpt": path.name, "max_epochs": 1}
+    if message is None:
+        assert [row[1] for row in resumed.fit(tmp_path, Stream, **options).trace[1:]] == [0, 1, 2, 3, 4]
+        return
+    with pytest.raises(MisconfigurationException, match=message):
+        resumed.fit(tmp_path, Stream, **options)
+
+
+def test_to_split_streams_under_a_strategy_that_would_hang_is_refused_at_set_up(tmp_path: Path, resumed: ModuleType) -> None:
+    with pytest.raises(MisconfigurationException, match="needs FTStrategy"):
+        resumed.fit(tmp_path, Stream, num_validation=0, position="split")
+
+
+def test_another_number_of_ranks_trains_what_was_left_of_every_stream(train_on_streams: Callable[..., Any]) -> None:
+    counts = [24, 10, 31, 17]
+    options: dict[str, Any] = {"counts": counts, "save_every": 1, "position": "split", "batch_size": 2, "workers": 1}
+    first = train_on_streams(name="three", trainer={"max_steps": 3}, **options)
+    path = str(first.directory / "steps" / "step=3.ckpt")
+    plan = FaultPlan([Fault(kind="kill", slot=1, point="forward", step=11)])
+    more: dict[str, Any] = {"ft": {"min_replicas": 2}, "trainer": {"max_steps": 17}}
+    second = train_on_streams(plan, name="two", devices=2, ckpt_path=path, **more, **options)
+    path = str(second.directory / "steps" / "step=17.ckpt")
+    third = train_on_streams(name="four", devices=4, ckpt_path=path, **options)
+    alone = train_on_streams(name="one", devices=1, ckpt_path=path, **options)
+    for training in (first, second, third, alone):
+        training.job.check()
+    begun = first.trained_samples(1)[0] + second.trained_samples(1)[0]
+    for training, expected in ((third, counts), (alone, counts[:1])):
+        left, next_epoch = training.trained_samples(2)
+        assert begun + left == all_numbers(counts[:3])
+        assert next_epoch == all_numbers(expected)
+
+
+def all_numbers(counts: list[int]) -> Counter[int]:
+    return Counter(1000 * rank + index for rank, count in enumerate(counts) for index in range(count))

@@ -3,8 +3,6 @@
 import json
 import math
 
-import pytest
-
 from lightning_ft.data.stream_plan import StreamPlan
 
 
@@ -46,8 +44,3 @@ def test_another_plan_continues_after_what_was_committed() -> None:
     assert other.epoch == 4
     assert not other.is_untouched
     assert other.take([0, 1]) == {0: 2, 1: 3}
-
-
-def test_a_state_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="is of 2 streams, but there are 3 now"):
-        StreamPlan(3).load_state_dict(StreamPlan(2).state_dict())

@@ -4,6 +4,7 @@ import gc
 import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from threading import Barrier
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft.data.random_state import random_state, under_random_state
+from lightning_ft.data.stream_plan import StreamPlan
+from lightning_ft.data.stream_reader import Stream
 from lightning_ft.data.streams import StreamLoader
 
 
@@ -68,8 +71,19 @@ class Kept:
 class Job:
     """A loader for every slot, and the exchange between their threads."""
 
-    def __init__(self, sources: list[Any], *, sized: bool = False, limit: int | float = 1.0) -> None:
+    def __init__(
+        self,
+        sources: list[Any],
+        *,
+        sized: bool = False,
+        limit: int | float = 1.0,
+        streams: dict[int, list[Any]] | None = None,
+        takes_over: bool = False,
+    ) -> None:
+        """Make it; ``streams`` are those of jobs of other numbers of slots."""
         self.epoch = 0
+        self.live = tuple(range(len(sources)))
+        found = {len(sources): sources, **(streams or {})}
         self._barrier = Barrier(len(sources), timeout=20)
         self._rows: dict[int, bytes] = {}
         lengths = [len(source) for source in sources] if sized else None
@@ -83,7 +97,10 @@ class Job:
                 self._exchange_as(slot),
                 lengths,
                 limit,
-                memory=self.memories[slot],
+                find=lambda number, count: Stream(
+                    found[count][number], memory=self.memories[number] if count == len(sources) else Kept()
+                ),
+                takes_over=takes_over,
                 borrow=lambda batch, lender, slot=slot: self._lend(batch, lender, slot),
             )
             for slot, source in enumerate(sources)
@@ -107,7 +124,7 @@ class Job:
 
     def train(self, num_steps: int = 1000) -> list[list[tuple[Any, bool, bool]]]:
         """Return of every slot its batches, whether they count and whether one was said to be the last."""
-        live = tuple(range(len(self.loaders)))
+        live = self.live
 
         def run(loader: StreamLoader) -> list[tuple[Any, bool, bool]]:
             seen: list[tuple[Any, bool, bool]] = []
@@ -124,10 +141,26 @@ class Job:
         # collection there may let another thread run, and this one wait for the lock with the interpreter's.
         gc.disable()
         try:
-            with ThreadPoolExecutor(len(self.loaders)) as pool:
-                return list(pool.map(run, self.loaders))
+            with ThreadPoolExecutor(len(live)) as pool:
+                return list(pool.map(run, [self.loaders[slot] for slot in live]))
         finally:
             gc.enable()
+
+    def kill(self, slot: int) -> None:
+        self.live = tuple(other for other in self.live if other != slot)
+        self._barrier = Barrier(len(self.live), timeout=20)
+        self._rows.pop(slot, None)
+
+    def resume(self, states: list[dict[str, Any]]) -> None:
+        """Go on where other loaders were, with what each of them adds about its own source."""
+        sources = {own["stream"]: own for state in states if (own := state.pop("source", None)) is not None}
+        for loader in self.loaders:
+            loader.load_state_dict({**states[0], "split": True, "sources": sources})
+            iter(loader)
+            iter(loader)  # as Lightning does
+
+    def states(self) -> list[dict[str, Any]]:
+        return [self.loaders[slot].state_dict() | {"source": self.loaders[slot].source_state()} for slot in self.live]
 
     def train_epoch(self, epoch: int = 0, num_steps: int = 1000) -> list[list[tuple[Any, bool, bool]]]:
         self.epoch = epoch
@@ -210,7 +243,7 @@ def test_what_a_missing_slot_leaves_is_known_as_far_as_its_length_is() -> None:
     for sized, left in ((True, {1: 1, 2: 1}), (False, {1: None, 2: None})):
         job = Job([[1, 2, 3, 4], [11, 12, 13], [21, 22, 23], [31]], sized=sized)
         job.train_epoch(num_steps=2)
-        assert job.loaders[0].left_of([1, 2, 3]) == left
+        assert job.loaders[0].left_by([1, 2, 3]) == left
 
 
 def test_nothing_is_taken_before_a_batch_boundary() -> None:
@@ -280,3 +313,79 @@ def test_random_numbers_are_drawn_from_a_state_and_training_goes_on_as_before() 
     with under_random_state(state):
         torch.rand(2)
         assert torch.rand(1).item() != following
+
+
+def all_of(seen: list[list[tuple[Any, bool, bool]]]) -> list[Any]:
+    return [batch for ours in seen for batch in own(ours)]
+
+
+def numbers_of(*counts: int) -> list[list[int]]:
+    return [[100 * slot + number for number in range(count)] for slot, count in enumerate(counts)]
+
+
+@pytest.mark.parametrize("source", [Endless, Stateful])
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3), (2, 1), (4, 2)])
+def test_another_number_of_slots_trains_what_was_left_of_every_stream(
+    before: int, after: int, sized: bool, source: Any
+) -> None:
+    kind = list if sized else source
+    old, new = numbers_of(7, 3, 5, 9)[:before], numbers_of(5, 4, 6)[:after]
+    first = Job([kind(numbers) for numbers in old], sized=sized)
+    trained = all_of(first.train_epoch(num_steps=2))
+    streams = [kind(numbers) for numbers in old]
+    second = Job([kind(numbers) for numbers in new], sized=sized, streams={before: streams})
+    second.resume(first.states())
+    trained += all_of(second.train(2))
+    # Interrupted once more, and back to as many slots as at first.
+    third = Job([kind(numbers) for numbers in old], sized=sized, streams={after: new, before: streams})
+    third.resume(second.states())
+    seen = third.train()
+    assert sorted(trained + all_of(seen)) == sorted(chain.from_iterable(old))
+    assert {ours[-1][2] for ours in seen} == {True}, "the last batch is known to be it"
+    if source is Stateful and not sized and before == 3:
+        assert streams[0].num_read < 7 + 7 - 2, "not from its start"
+    for seen in (second.train_epoch(1), third.train_epoch(2)):
+        assert [own(ours) for ours in seen] in (new, old)
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_what_a_dead_slot_has_left_is_read_by_those_that_are_through(sized: bool) -> None:
+    kind = list if sized else Endless
+    streams = numbers_of(3, 9, 2, 5)
+    job = Job([kind(numbers) for numbers in streams], sized=sized, takes_over=True)
+    told: list[dict[int, int]] = []
+    job.loaders[0].on_hand_over = told.append
+    trained = all_of(job.train_epoch(num_steps=2))
+    job.kill(1)
+    trained += all_of(job.train(2))
+    job.kill(2)  # which reads the stream of the first one
+    seen = job.train()
+    assert sorted(trained + all_of(seen)) == sorted(chain.from_iterable(streams))
+    assert [ours[-1][2] for ours in seen] == [True, True]
+    assert told == [{2: 1}, {0: 1}]
+    assert sorted(all_of(job.train_epoch(1))) == sorted(chain.from_iterable(streams))
+
+
+def test_a_window_that_a_dead_slot_began_is_read_by_another_from_its_beginning() -> None:
+    plan = StreamPlan(2)
+    plan.take([0, 1]), plan.take([0, 1])
+    assert plan.hand_over([0], live=[0], of_absent=False) == {}
+    assert plan.hand_over([0], live=[0], of_absent=True) == {0: 1}
+    assert plan.take([0]) == {0: 1}
+    assert plan.commit([0], ended=[0]) == {0: [0, 2, 1]}
+    assert plan.is_over(0)
+    assert plan.is_over(1)
+    assert plan.hand_over([0], live=[0], of_absent=True) == {}
+
+
+def test_who_left_a_stream_and_dies_before_the_commit_leaves_it_to_others() -> None:
+    plan = StreamPlan(2)
+    plan.load_state_dict({**StreamPlan(3).state_dict(), "done": [2, 5, 1]})
+    plan.take([0, 1])
+    assert plan.hand_over([0, 1], live=[0, 1], of_absent=False) == {0: 2}
+    plan.take([0])
+    assert plan.commit([1], ended=[1]) == {1: [16]}
+    assert plan.without_reader([1], of_absent=False) == [0]
+    assert plan.hand_over([1], live=[1], of_absent=True) == {1: 0}
+    assert plan.position(0) == 2

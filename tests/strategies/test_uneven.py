@@ -134,6 +134,34 @@ def test_a_stream_whose_slot_stays_away_ends_there_and_so_does_the_epoch(train_o
         assert result["rate"] == 0.0025
 
 
+def test_a_stream_whose_slot_stays_away_is_read_by_the_others_if_that_is_wanted(
+    train_on_streams: Callable[..., Any],
+) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=2, point="train_batch_end", step=2)])
+    ft = {"max_restarts": 0, "supervision": {"lost_streams": "take_over"}}
+    training = train_on_streams(plan, counts=[10, 14, 31], ft=ft, workers=1, dropout=0.3, source="sized")
+    check(training, plan)
+    assert training.trained_samples(2) == [all_samples(10, 14, 31)] * 2
+    assert training.of("streams_left") == []
+    assert [(event["epoch"], event["streams"]) for event in training.of("streams_taken")] == [(0, {"0": 2}), (1, {"0": 2})]
+
+
+def test_batches_that_are_left_when_a_job_stops_behind_the_planned_end_of_an_epoch_are_trained_by_the_next(
+    train_on_streams: Callable[..., Any],
+) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=1, point="forward", step=2)])
+    options = {"devices": 2, "counts": [24, 24], "source": "sized", "max_epochs": 1}
+    whole = train_on_streams(plan, name="whole", save_every=1, position="error", ft={"min_replicas": 2}, **options)
+    check(whole, plan)
+    assert whole.results[0]["global_step"] == 7, "one more than planned"
+    path = str(whole.directory / "steps" / "step=6.ckpt")
+    for position in ("", "error"):
+        rest = train_on_streams(name=f"rest {position}", ckpt_path=path, position=position, **options)
+        rest.job.check()
+        assert {slot: result["trained"] for slot, result in rest.results.items()} == {0: [], 1: [[0, [*range(1020, 1024)]]]}
+        assert_weights_equal(rest.results[0]["fingerprint"], whole.results[0]["fingerprint"])
+
+
 def test_steps_and_batches_that_are_none_are_left_out_of_the_average(train_on_streams: Callable[..., Any]) -> None:
     skip = {"0": [1, 2, 4], "1": [2]}
     none = {"0": [0, 3], "1": [3, 5]}

@@ -174,7 +174,7 @@ def fit(
     num_validation: int = 4,
     plateau: str = "",
     callbacks: tuple[Callback, ...] = (),
-    position: bool = True,
+    position: Any = "error",
     seed: int = 3,
     model_type: type[Model] = Model,
     shard_size: int = 1,
@@ -190,7 +190,7 @@ def fit(
     trainer = Trainer(
         accelerator="cpu",
         logger=rows,
-        callbacks=[*([LoaderPosition()] if position else []), snapshots, *callbacks],
+        callbacks=[*([LoaderPosition(position)] if position else []), snapshots, *callbacks],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -18,7 +18,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
-from lightning_ft import FTStrategy
+from lightning_ft import FTStrategy, SupervisionOptions
+from lightning_ft.callbacks import LoaderPosition
 from lightning_ft.testing import FaultPlan, fingerprint
 
 warnings.filterwarnings("ignore")
@@ -46,6 +47,8 @@ class Options:
     ckpt_path: str | None = None
     estimate_in: str = ""
     """Whether the loaders are asked for before the optimizers are there."""
+    position: str = ""
+    """`on_world_size_change` of a `LoaderPosition`."""
     buffers: bool = False
     dropout: float = 0.0
 
@@ -212,12 +215,15 @@ def main() -> None:
     options = Options(**json.loads(sys.argv[1]))
     seed_everything(7, verbose=False)
     callbacks: list[Callback] = [FaultPlan.from_environ()]
+    if options.position:
+        callbacks.append(LoaderPosition(options.position))  # type: ignore[arg-type]
     if options.save_every:
         callbacks.append(ModelCheckpoint("steps", "{step}", every_n_train_steps=options.save_every, save_top_k=-1))
+    supervision = SupervisionOptions(**options.ft.pop("supervision", {}))
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=FTStrategy(**options.ft) if options.strategy == "FTStrategy" else options.strategy,
+        strategy=FTStrategy(supervision=supervision, **options.ft) if options.strategy == "FTStrategy" else options.strategy,
         max_epochs=options.max_epochs,
         callbacks=callbacks,
         logger=False,
