@@ -375,6 +375,24 @@ class CheckpointNotCommittedError(FaultToleranceError, RuntimeError):
         return f"The checkpoint of step {self.step} was not committed: {self.reason}. {intact}"
 
 
+class StoreUnreachableError(FaultToleranceError, RuntimeError):
+    """A store did not answer, or refused to: it is not known what is there.
+
+    Args:
+        path: What it was asked for.
+        reason: Why.
+
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"`{self.path}` could not be reached: {self.reason}. Check the address, the credentials and the connection."
+
+
 class CorruptedStateError(FaultToleranceError, RuntimeError):
     """Ranks that must hold the same parameters and optimizer state do not.
 

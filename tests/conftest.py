@@ -2,8 +2,11 @@
 
 import json
 import os
+import secrets
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,45 @@ from lightning_ft.testing import (
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 JOBS = Path(__file__).parent / "strategies" / "jobs"
+OBJECT_STORE = Path(__file__).parent / "object_store.py"
+
+
+class ObjectStore:
+    """A process that speaks S3."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(OBJECT_STORE)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().strip()
+        assert self.address.startswith("http"), "it did not start"
+
+    def close(self) -> None:
+        with self.process:  # closes its input
+            self.process.kill()
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[ObjectStore]:
+    """The store that addresses with ``s3://`` lead to, in this process and in those that it starts."""
+    store = ObjectStore()
+    known = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"AWS_ENDPOINT_URL": store.address, **known}.items():
+            patch.setenv(name, value)
+        yield store
+    store.close()
+
+
+@pytest.fixture
+def bucket(object_store: ObjectStore) -> str:
+    """The address of a place of its own in a store."""
+    import fsspec
+
+    name = f"bucket-{secrets.token_hex(6)}"
+    fsspec.filesystem("s3").mkdir(name)
+    return f"s3://{name}"
 
 
 @dataclass(frozen=True)

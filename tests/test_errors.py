@@ -42,6 +42,11 @@ SAMPLES = [
     ),
     (errors.WorldSizeChangedError("ckpt/a", 2, 3), RuntimeError, "ckpt/a is of 2 ranks, and there are 3"),
     (errors.DumpError("dumps/a", "it is cut off"), RuntimeError, "The dump dumps/a can't be read: it is cut off."),
+    (
+        errors.StoreUnreachableError("s3://bucket/a", "permission denied"),
+        RuntimeError,
+        "`s3://bucket/a` could not be reached: permission denied. Check the address",
+    ),
     (errors.ResultRejectedError("loss is NaN", "nan", 7), RuntimeError, "Step 7 was rejected: loss is NaN (nan)"),
 ]
 

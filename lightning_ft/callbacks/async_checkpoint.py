@@ -23,6 +23,7 @@ from lightning_ft.callbacks.shared_names import check_names
 from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.pending_save import PendingSave
 from lightning_ft.checkpoint.snapshot import Fence
+from lightning_ft.checkpoint.store_path import place
 from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
 from lightning_ft.errors import CheckpointNotCommittedError
 from lightning_ft.events.log import EventLog
@@ -44,7 +45,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
     once the one that replaces them is there.
 
     Args:
-        dirpath: Directory to save in.
+        dirpath: Directory to save in, or an address of fsspec such as ``s3://bucket/run``.
         filename: Name of the checkpoints.
         on_save_error: ``"warn"``: a save that failed is told once, and the training goes on; ``"raise"``: it ends when the
             next one begins, or the fit ends.
@@ -56,8 +57,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
 
     Raises:
         ValueError: If an argument is out of range.
-        MisconfigurationException: If ``dirpath`` is the address of a store that is no file system, or another callback
-            saves under the same names.
+        MisconfigurationException: If ``dirpath`` is in the memory of each rank, or another callback saves under the same
+            names.
 
     Example::
 
@@ -123,10 +124,10 @@ class AsyncCheckpoint(ResumableCheckpoint):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if "://" in str(self.dirpath):
+        if str(self.dirpath).startswith("memory://") and trainer.world_size > 1:
             raise MisconfigurationException(
-                f"`{type(self).__name__}` writes to file systems, and `{self.dirpath}` is none. Use a `dirpath` on a disk,"
-                " or `ModelCheckpoint`."
+                f"`{type(self).__name__}` saves together with all ranks, and each has a `{self.dirpath}` of its own. Use a"
+                " `dirpath` that they share."
             )
         self._trainer = trainer
         if stage == TrainerFn.FITTING and not self._run_id:
@@ -258,7 +259,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
         content, may_change = content_of(trainer, checkpoint, self._run_id)
         replaced = self._replaced_by(trainer, filepath)
         saver = self._saver = self._saver or self._make_saver(trainer)
-        paths = [Path(path) for path in replaced]
+        paths = [place(path) for path in replaced]
         with trainer.profiler.profile("save_checkpoint"):  # type: ignore[attr-defined]
             pending = saver.save(filepath, content, replaces=paths, may_change=may_change, twin_of=twin)
         self._saves.append(BegunSave(pending, filepath, self._is_last, replaced, *self._before))
@@ -305,7 +306,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
             if isinstance(callback, AsyncCheckpoint)
             for save in callback._saves
         )
-        there = trainer.is_global_zero and (begun or self._fs.exists(filepath))
+        there = trainer.is_global_zero and (begun or place(filepath).exists())
         return trainer.strategy.reduce_boolean_decision(there, all=False)
 
     def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
@@ -351,12 +352,12 @@ class AsyncCheckpoint(ResumableCheckpoint):
         events: EventLog | None = getattr(getattr(self._trainer, "strategy", None), "events", None)
         if events is None:
             return
-        about: dict[str, Any] = {"path": os.path.abspath(save.target), "step": save.step}
+        about: dict[str, Any] = {"path": str(save.target), "step": save.step}
         if save.error is not None:
             events.emit("checkpoint_failed", **about, error=str(save.error))
             return
         spent = {"ms": round(1e3 * save.write_seconds, 2), "stall_ms": round(1e3 * save.stall_seconds, 2)}
-        events.emit("checkpoint", **about, **spent, replaces=[os.path.abspath(path) for path in save.replaces])
+        events.emit("checkpoint", **about, **spent, replaces=[str(path) for path in save.replaces])
 
     def _settle(self, num_left: int) -> None:
         """Wait for all but the newest saves, and take those that failed out of the bookkeeping; all ranks alike."""

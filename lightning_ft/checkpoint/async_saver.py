@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from lightning_ft.checkpoint.image_pool import ImagePool
 from lightning_ft.checkpoint.peers import Peers
 from lightning_ft.checkpoint.pending_save import Content, PendingSave
 from lightning_ft.checkpoint.save_task import Means, SaveTask
+from lightning_ft.checkpoint.store_path import Place, place
 from lightning_ft.checkpoint.writer import Writer
 
 log = logging.getLogger(__name__)
@@ -64,14 +64,14 @@ class AsyncSaver:
         target: str | os.PathLike[str],
         content: Content,
         *,
-        replaces: Iterable[Path] = (),
+        replaces: Iterable[Place] = (),
         may_change: Callable[[str, Tensor], bool] = lambda name, tensor: True,
         twin_of: PendingSave | None = None,
     ) -> PendingSave:
         """Collective. Begin to save; wait first if there are too many under way.
 
         Args:
-            target: The directory that it becomes.
+            target: The directory that it becomes, in a file system or a store.
             content: What to save. What does not change before the next optimizer step is read until then, see
                 :meth:`wait_for_copy`.
             replaces: Checkpoints that go once this one is there.
@@ -89,7 +89,7 @@ class AsyncSaver:
                     pending[0].wait()
         previous = self._pending[-1] if self._pending else None
         roll = self._means.peers.enroll()
-        save = PendingSave(Path(target), content.manifest.step, is_twin=twin_of is not None)
+        save = PendingSave(place(target), content.manifest.step, is_twin=twin_of is not None)
         save.replaces = tuple(replaces)
         if roll is None:
             save.settle(None)

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 
 from lightning_ft.checkpoint.export import export_checkpoint, export_safetensors
 from lightning_ft.checkpoint.layout import MANIFEST, METADATA
 from lightning_ft.checkpoint.leftovers import discard
 from lightning_ft.checkpoint.reader import Candidate, candidates, places
+from lightning_ft.checkpoint.store_path import StorePath, place, relative_to
 from lightning_ft.checkpoint.verify import verify
-from lightning_ft.errors import DamagedCheckpointError
+from lightning_ft.errors import DamagedCheckpointError, StoreUnreachableError
 
 _DEPTH = 2
 
@@ -24,7 +24,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     listing = commands.add_parser("ls", help="list checkpoints, the newest first")
-    listing.add_argument("dirpath", nargs="?", default=".", help="directory that holds checkpoints")
+    listing.add_argument("dirpath", nargs="?", default=".", help="directory that holds checkpoints, or s3://...")
     listing.set_defaults(run=lambda arguments: _list(arguments.dirpath))
 
     verifying = commands.add_parser("verify", help="check every byte; exit code 1 if anything is damaged")
@@ -45,12 +45,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(dirpath: str) -> None:
-    if not os.path.isdir(dirpath):
+    where = place(dirpath)
+    if not where.is_dir():
         sys.exit(f"{dirpath} is no directory.")
     found = _found(dirpath)
     rows: list[tuple[str, ...]] = [("NAME", "STEP", "EPOCH", "RANKS", "MB", "SAVED", "")]
     for candidate in found:
-        name = os.path.relpath(candidate.path, dirpath)
+        name = relative_to(place(candidate.path), where) or candidate.path
         saved = datetime.fromtimestamp(candidate.created).isoformat(" ", "seconds")
         try:
             manifest = verify(candidate.path, "sizes")
@@ -58,7 +59,7 @@ def _list(dirpath: str) -> None:
             rows.append((name, "", "", "", "", saved, f"damaged: {error.reason}"))
             continue
         if manifest is None:
-            rows.append((name, "", "", "", f"{_size(Path(candidate.path)) / 1e6:.1f}", saved, "no manifest"))
+            rows.append((name, "", "", "", f"{_size(candidate.path) / 1e6:.1f}", saved, "no manifest"))
             continue
         numbers = (str(number) for number in (manifest.step, manifest.epoch, manifest.world_size))
         rows.append((name, *numbers, f"{manifest.num_bytes / 1e6:.1f}", saved, ""))
@@ -76,7 +77,10 @@ def _found(dirpath: str) -> list[Candidate]:
     return sorted(inside, key=lambda candidate: -candidate.created)
 
 
-def _size(path: Path) -> int:
+def _size(checkpoint: str) -> int:
+    path = place(checkpoint)
+    if isinstance(path, StorePath):
+        return path.num_bytes()
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files)
 
@@ -84,7 +88,7 @@ def _size(path: Path) -> int:
 def _verify(paths: Iterable[str], sizes: bool) -> None:
     num_damaged = 0
     for path in paths:
-        inside = [candidate.path for candidate in _found(path)] if _holds_checkpoints(Path(path)) else []
+        inside = [candidate.path for candidate in _found(path)] if _holds_checkpoints(path) else []
         for checkpoint in inside or [path]:
             try:
                 manifest = verify(checkpoint, "sizes" if sizes else "full")
@@ -98,8 +102,9 @@ def _verify(paths: Iterable[str], sizes: bool) -> None:
         sys.exit(1)
 
 
-def _holds_checkpoints(path: Path) -> bool:
-    return path.is_dir() and not any((path / name).exists() for name in (MANIFEST, METADATA))
+def _holds_checkpoints(path: str) -> bool:
+    where = place(path)
+    return where.is_dir() and not any((where / name).exists() for name in (MANIFEST, METADATA))
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -123,9 +128,11 @@ def _remove(paths: Iterable[str]) -> None:
 
 
 def _is_checkpoint(path: str) -> bool:
-    absolute = os.path.abspath(path)
-    beside = candidates(os.path.dirname(absolute))
-    return os.path.realpath(absolute) in {os.path.realpath(candidate.path) for candidate in beside}
+    where = place(path)
+    beside = {candidate.path for candidate in candidates(where.parent)}
+    if isinstance(where, StorePath):
+        return str(where) in beside
+    return os.path.realpath(where) in {os.path.realpath(candidate) for candidate in beside}
 
 
 def _or_exit(action: Callable[[], None]) -> None:
@@ -136,5 +143,5 @@ def _or_exit(action: Callable[[], None]) -> None:
         sys.exit(f"`--safetensors` needs the package {error.name}: pip install {error.name}")
     except pickle.UnpicklingError as error:
         sys.exit(f"{str(error).splitlines()[0]} On the command line that is --trust.")
-    except (DamagedCheckpointError, OSError) as error:
+    except (DamagedCheckpointError, StoreUnreachableError, OSError) as error:
         sys.exit(str(error))

@@ -1,43 +1,35 @@
 """Makes what the ranks wrote a checkpoint, as a whole or not at all.
 
 All ranks write into one staging directory. Each posts what it wrote, or what failed. The first live one of them waits for
-all posts, writes torch's metadata and the manifest, and renames the directory: that is the commit. Then it posts the
+all posts, writes torch's metadata, and publishes all with the manifest: that is the commit. Then it posts the
 verdict. If it dies, the next one takes its place and looks how far it came.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import logging
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_ft.checkpoint._torch_compat import make_metadata
-from lightning_ft.checkpoint.layout import MANIFEST, METADATA, FileEntry, Manifest
-from lightning_ft.checkpoint.leftovers import discard
+from lightning_ft.checkpoint.layout import METADATA, FileEntry, Manifest
 from lightning_ft.checkpoint.peers import Peers, Roll
 from lightning_ft.checkpoint.plan import Entry, describe, index_of
-from lightning_ft.checkpoint.writer_process import sync_directory, write_file
-from lightning_ft.errors import CheckpointNotCommittedError
+from lightning_ft.checkpoint.staging import PublishInDoubtError, Staging
+from lightning_ft.errors import CheckpointNotCommittedError, StoreUnreachableError
 
 log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 _TIME_FOR_A_VERDICT = 30.0  # seconds that the others give to who decides, beyond the time in which it must
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
 
 
 @dataclass(frozen=True)
@@ -114,8 +106,7 @@ class Commit:
     Args:
         peers: The ranks.
         roll: Who takes part.
-        staging: Where all write.
-        target: What it becomes.
+        staging: Where all write, and what it becomes.
         manifest: Without files.
         mappings: From names to paths, for torch's metadata.
         timeout: When whoever has not written by then is given up.
@@ -126,8 +117,7 @@ class Commit:
         self,
         peers: Peers,
         roll: Roll,
-        staging: Path,
-        target: Path,
+        staging: Staging,
         manifest: Manifest,
         mappings: dict[str, Any],
         timeout: timedelta,
@@ -135,7 +125,6 @@ class Commit:
         self._peers = peers
         self._roll = roll
         self._staging = staging
-        self._target = target
         self._manifest = manifest
         self._mappings = mappings
         self._timeout = timeout.total_seconds()
@@ -149,7 +138,7 @@ class Commit:
 
         """
         rank = self._roll.seat.rank
-        self._peers.post(self._key(rank), replace(post, target=str(self._target)).to_bytes())
+        self._peers.post(self._key(rank), replace(post, target=str(self._staging.target)).to_bytes())
         deadline = time.monotonic() + self._timeout
         for _ in _pauses():
             verdict = self._peers.peek(self._key("verdict"))
@@ -165,9 +154,10 @@ class Commit:
         if decides:
             self._peers.post(self._key("verdict"), verdict)
         if verdict:
-            with suppress(OSError):  # what this rank wrote there after it was dropped
-                discard(self._staging)
-            raise CheckpointNotCommittedError(self._manifest.step, **json.loads(verdict))
+            fields = json.loads(verdict)
+            if not fields.pop("in_doubt"):
+                self._staging.discard()  # what this rank wrote there after it was dropped
+            raise CheckpointNotCommittedError(self._manifest.step, **fields)
         return decides
 
     def forget(self) -> None:
@@ -215,29 +205,28 @@ class Commit:
     def _publish(self) -> bytes:
         posts = [self._posts[rank] for rank in sorted(self._posts)]
         files = tuple(file for post in posts for file in post.files)
+        rank, staging = self._roll.seat.rank, self._staging
         try:
-            if self._roll.seat.rank > 0 and self._is_published(files):
+            if rank > 0 and self._is_published(files):
                 return b""
+            sizes = staging.sizes()
             for file in files:
-                if (size := (self._staging / file.path).stat().st_size) != file.size:
-                    return _verdict(f"{file.path} has {size} bytes where {file.size} were written")
-            written = write_file(str(self._staging / METADATA), memoryview(self._metadata(posts)))
-            files += (FileEntry(METADATA, written["size"], written["xxh3"]),)
-            manifest = replace(self._manifest, files=files, created=time.time())
-            write_file(str(self._staging / MANIFEST), memoryview(manifest.to_bytes()))
-            sync_directory(str(self._staging))
-            move_into_place(self._staging, self._target)
-        except OSError as error:
-            return _verdict(f"{tell_os_error(error)}, when rank {self._roll.seat.rank} committed it")
+                if (size := sizes.get(file.path)) != file.size:
+                    told = "is missing" if size is None else f"has {size} bytes where {file.size} were written"
+                    return _verdict(f"{file.path} {told}")
+            files += (staging.write(METADATA, self._metadata(posts)),)
+            staging.publish(replace(self._manifest, files=files, created=time.time()))
+        except PublishInDoubtError as error:
+            told = f"{error.reason}, when rank {rank} committed it"
+            return b"" if self._is_published(files) else _verdict(told, in_doubt=True)
+        except (OSError, StoreUnreachableError) as error:
+            return _verdict(f"{tell_os_error(error)}, when rank {rank} committed it")
         return b""
 
     def _is_published(self, files: tuple[FileEntry, ...]) -> bool:
         """Whether who decided before did so, and died before it could say so."""
-        try:
-            manifest = Manifest.from_bytes((self._target / MANIFEST).read_bytes())
-        except (OSError, ValueError):
-            return False
-        return set(files) <= set(manifest.files)
+        manifest = self._staging.published()
+        return manifest is not None and set(files) <= set(manifest.files)
 
     def _metadata(self, posts: list[Post]) -> bytes:
         places: dict[MetadataIndex, tuple[str, int, int]] = {}
@@ -256,44 +245,14 @@ class Commit:
         return pickle.dumps(make_metadata(describe(entries, objects), places, self._mappings))
 
 
-def _verdict(reason: str, *, because_of_death: bool = False) -> bytes:
-    return json.dumps({"reason": reason, "because_of_death": because_of_death}).encode()
-
-
-def move_into_place(staging: Path, target: Path) -> None:
-    """Give a directory its name; what has that name until then is there until the new one is.
-
-    Raises:
-        OSError: If that fails; then nothing changed.
-
-    """
-    replaces = os.path.lexists(target)
-    if not replaces:
-        os.rename(staging, target)
-    elif not _exchange(staging, target):
-        discard(target)  # the file system can't exchange two names: for a moment there is none
-        os.rename(staging, target)
-        replaces = False
-    sync_directory(str(target.parent))
-    if replaces:
-        with suppress(OSError):  # the next start collects it
-            discard(staging)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(second))
+def _verdict(reason: str, *, because_of_death: bool = False, in_doubt: bool = False) -> bytes:
+    return json.dumps({"reason": reason, "because_of_death": because_of_death, "in_doubt": in_doubt}).encode()
 
 
 def tell_os_error(error: BaseException) -> str:
     """Return what failed, in lower case, for the middle of a sentence."""
+    if isinstance(error, StoreUnreachableError):
+        return f"{error.reason}: {error.path}"
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror[:1].lower() + error.strerror[1:]
         return f"{text}: {error.filename}" if error.filename else text

@@ -1,20 +1,23 @@
 """Reads torch's distributed checkpoints without running what a pickle in them may ask for."""
 
 import io
+import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from lightning_ft.checkpoint.layout import METADATA
+from lightning_ft.checkpoint.layout import MANIFEST, METADATA, Manifest
+from lightning_ft.checkpoint.store_path import Place, place
 from lightning_ft.errors import MalformedStateError
 
 
@@ -35,7 +38,22 @@ _MODULES = (dcp_metadata.__name__, _StorageInfo.__module__, "torch")
 _FUNCTIONS = {("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
-def read_metadata(directory: Path) -> Metadata:
+def content_directory(directory: Place) -> Place:
+    """Return where the files of a checkpoint are.
+
+    Raises:
+        MalformedStateError: If its manifest is damaged.
+
+    """
+    if isinstance(directory, Path):
+        return directory
+    try:
+        return directory / Manifest.from_bytes((directory / MANIFEST).read_bytes()).data
+    except FileNotFoundError:  # somebody else's
+        return directory
+
+
+def read_metadata(directory: Place) -> Metadata:
     """Return what a directory's ``.metadata`` says.
 
     Raises:
@@ -43,7 +61,7 @@ def read_metadata(directory: Path) -> Metadata:
         MalformedStateError: If it is not such a file.
 
     """
-    data = (directory / METADATA).read_bytes()
+    data = (content_directory(directory) / METADATA).read_bytes()
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
     except Exception as error:  # whatever the bytes of a damaged pickle lead to
@@ -62,11 +80,32 @@ def storage_files(metadata: Metadata) -> dict[str, int]:
     return files
 
 
+class _Places(FileSystem):
+    """What torch's reader asks its file system for, in a store, too."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with place(path).open(mode) as stream:
+            yield stream
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str | os.PathLike[str]:
+        return place(path) / suffix
+
+    def init_path(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        return place(path)
+
+
 class TypedReader(FileSystemReader):
     """torch's reader of a directory, with metadata that is only data."""
 
+    def __init__(self, directory: Place, metadata: Metadata) -> None:
+        super().__init__(os.curdir)
+        self.fs = _Places()
+        self.path = content_directory(directory)
+        self._metadata = metadata
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata = read_metadata(Path(self.path))
+        metadata = self._metadata
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -85,7 +124,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_flat(
-    directory: Path,
+    directory: Place,
     *,
     weights_only: bool | None = None,
     wanted: Callable[[tuple[str | int, ...]], bool] = lambda path: True,
@@ -117,7 +156,7 @@ def read_flat(
             state[key] = torch.empty(described.size, dtype=described.properties.dtype) if target is None else target
         else:
             state[key] = None
-    _load_state_dict(state, TypedReader(directory), no_dist=True, planner=_Planner(weights_only))
+    _load_state_dict(state, TypedReader(directory, metadata), no_dist=True, planner=_Planner(weights_only))
     return {paths[key]: value for key, value in state.items()}
 
 

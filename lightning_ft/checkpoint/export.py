@@ -1,6 +1,7 @@
 """Turns a checkpoint's directory into a single file that everybody reads."""
 
 import errno
+import io
 import os
 import secrets
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_ft.checkpoint.dcp_reading import read_flat, unflatten
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint, state_dict_of
+from lightning_ft.checkpoint.store_path import Place, is_store, place
 from lightning_ft.checkpoint.verify import verify
 
 
@@ -32,9 +34,9 @@ def export_checkpoint(
         UnpicklingError: If it has objects that ``weights_only`` does not allow.
 
     """
-    _check_target(Path(target))
+    _check_target(target)
     verify(source)
-    checkpoint = read_checkpoint(Path(source), weights_only)
+    checkpoint = read_checkpoint(source, weights_only)
     _write(Path(target), lambda path: _save(checkpoint, path))
 
 
@@ -56,21 +58,22 @@ def export_safetensors(source: str | os.PathLike[str], target: str | os.PathLike
     """
     from safetensors.torch import save_file
 
-    _check_target(Path(target))
+    _check_target(target)
     verify(source)
-    values = _state_dict(Path(source))
+    values = _state_dict(place(source))
     tensors = {name: value.detach() for name, value in values.items() if isinstance(value, Tensor)}
     copies = _without_shared_memory(tensors)
     _write(Path(target), lambda path: save_file(copies, path, metadata={"format": "pt"}))
     return [name for name in values if name not in tensors]
 
 
-def _state_dict(source: Path) -> dict[str, Any]:
+def _state_dict(source: Place) -> dict[str, Any]:
     if source.is_dir():
         # Not the optimizers' states, which are twice as large.
         values = read_flat(source, weights_only=True, wanted=lambda path: not str(path[0]).startswith("optimizer_"))
         return state_dict_of(unflatten(values))
-    return state_dict_of(torch.load(source, map_location="cpu", weights_only=True))
+    with source.open("rb") as file:
+        return state_dict_of(torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True))
 
 
 def _save(checkpoint: dict[str, Any], path: Path) -> None:
@@ -93,8 +96,11 @@ def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _check_target(target: Path) -> None:
+def _check_target(path: str | os.PathLike[str]) -> None:
     """Have a wrong path told before minutes of reading, and by an error of one kind: torch's own is a RuntimeError."""
+    if is_store(path):
+        raise OSError(errno.EOPNOTSUPP, "A single file is written to a file system: export it to one, and copy it", path)
+    target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "The file can't be written: its directory does not exist", os.fspath(target))
     if target.is_dir():

@@ -1,8 +1,9 @@
 """What a checkpoint directory holds: its names, and the manifest that says what its files must be.
 
-A directory ``<dirpath>/<name>`` is a checkpoint once it holds a manifest; it gets that name, by a rename, only then. Beside
-the manifest lie a distributed checkpoint of torch (``.metadata`` and ``*.distcp``), ``meta.pt`` with everything that is not
-a large tensor, and one section for each rank. Lightning's own ``ModelParallelStrategy`` reads the first two as its own.
+A directory ``<dirpath>/<name>`` is a checkpoint once it holds a manifest; in a file system it gets that name, by a rename,
+only then. Beside the manifest, in a store in the directory that it names, lie a distributed checkpoint of torch
+(``.metadata`` and ``*.distcp``), ``meta.pt`` with everything that is not a large tensor, and one section for each rank.
+Lightning's own ``ModelParallelStrategy`` reads the first two as its own.
 """
 
 import json
@@ -24,6 +25,10 @@ METADATA = ".metadata"
 META = "meta.pt"
 STAGING_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
+DATA_PREFIX = ".data-"
+CLAIM_PREFIX = ".claim-"
+HIDDEN_PREFIXES = (STAGING_PREFIX, TRASH_PREFIX, DATA_PREFIX)
+"""What begins so is no checkpoint."""
 
 _FORMAT = 1
 _CHECKSUM = "checksum"
@@ -39,6 +44,11 @@ def staging_name(name: str, token: str) -> str:
 
     """
     return f"{STAGING_PREFIX}{name}-{token}"
+
+
+def data_name(token: str) -> str:
+    """Return the name of the directory in a checkpoint's that has its files, where nothing can be renamed."""
+    return f"{DATA_PREFIX}{token}"
 
 
 def trash_name(name: str) -> str:
@@ -83,9 +93,10 @@ class Manifest:
         shard_size: Ranks that held one copy of the model together.
         files: All files but the manifest itself.
         created: When it was committed, in seconds since 1970.
-        replaces: Names in the same directory that are removed once this one is there. The next start finishes a removal
-            that was cut off.
+        replaces: Checkpoints that are removed once this one is there, as paths from the directory that it is in. The next
+            start finishes a removal that was cut off.
         parent: The checkpoint that the run was resumed from.
+        data: The directory beside the manifest that has the files; empty: they are beside it themselves.
         versions: Of what wrote it.
 
     """
@@ -99,6 +110,7 @@ class Manifest:
     created: float = 0.0
     replaces: tuple[str, ...] = ()
     parent: str | None = None
+    data: str = ""
     versions: Mapping[str, str] = field(default_factory=_versions)
 
     @property
@@ -131,7 +143,9 @@ class Manifest:
             manifest = cls(**{**fields, "files": tuple(_entry(entry) for entry in fields["files"])})
         except (TypeError, KeyError) as error:
             raise MalformedStateError(f"{MANIFEST} has other fields than a manifest ({error})") from error
-        return replace(manifest, replaces=tuple(_name(name) for name in manifest.replaces))
+        if manifest.data and not (manifest.data.startswith(DATA_PREFIX) and "/" not in manifest.data):
+            raise MalformedStateError(f"{MANIFEST} has the files in {manifest.data!r}, which is no directory for them")
+        return replace(manifest, replaces=tuple(_replaced(path) for path in manifest.replaces))
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -149,7 +163,8 @@ def _entry(fields: dict[str, Any]) -> FileEntry:
     return entry
 
 
-def _name(name: str) -> str:
-    if PurePosixPath(name).name != name or name in ("", ".."):
-        raise MalformedStateError(f"{MANIFEST} replaces {name!r}, which is no name in the same directory")
-    return name
+def _replaced(path: str) -> str:
+    """Whoever removes it looks where that leads."""
+    if PurePosixPath(path).is_absolute() or PurePosixPath(path).name in ("", ".."):
+        raise MalformedStateError(f"{MANIFEST} replaces {path!r}, which is no path from one checkpoint to another")
+    return path

@@ -6,7 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
+from lightning_ft.checkpoint import store_leftovers
 from lightning_ft.checkpoint.layout import STAGING_PREFIX, TRASH_PREFIX, trash_name
+from lightning_ft.checkpoint.store_path import StorePath, place
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ def collect(dirpath: str | os.PathLike[str]) -> list[str]:
         Their names.
 
     """
-    root = Path(dirpath)
+    root = place(dirpath)
+    if isinstance(root, StorePath):
+        return store_leftovers.collect(root)
     if not root.is_dir():
         return []
     collected = []
@@ -53,9 +57,13 @@ def discard(path: str | os.PathLike[str]) -> None:
 
     Raises:
         OSError: If it can't be renamed.
+        StoreUnreachableError: If the store that it is in does not answer.
 
     """
-    path = Path(path)
+    path = place(path)
+    if isinstance(path, StorePath):
+        store_leftovers.discard(path)
+        return
     if path.is_symlink() or not path.is_dir():
         path.unlink()
         return

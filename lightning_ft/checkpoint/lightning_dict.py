@@ -1,17 +1,19 @@
 """Takes Lightning's checkpoint apart, into tensors for torch's distributed checkpoint and the rest, and puts it together."""
 
+import io
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_ft.checkpoint.dcp_reading import read_flat, unflatten
+from lightning_ft.checkpoint.dcp_reading import content_directory, read_flat, unflatten
 from lightning_ft.checkpoint.layout import META
+from lightning_ft.checkpoint.store_path import place
 from lightning_ft.errors import DamagedCheckpointError
 
 STATE_DICT = "state_dict"
@@ -70,7 +72,7 @@ def state_dict_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def read_checkpoint(directory: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+def read_checkpoint(directory: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
     """Return Lightning's checkpoint from a directory, whole and on the CPU, however many ranks it was saved by.
 
     Args:
@@ -82,20 +84,23 @@ def read_checkpoint(directory: str | Path, weights_only: bool | None = None) -> 
         UnpicklingError: If it has objects that ``weights_only`` does not allow.
 
     """
-    directory = Path(directory)
+    directory = place(directory)
     meta = read_meta(directory, weights_only)
     return join(unflatten(read_flat(directory, weights_only=weights_only)), meta)
 
 
-def read_meta(directory: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+def read_meta(directory: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
     """Return what a checkpoint's directory holds beside the large tensors."""
-    path = Path(directory) / META
-    if not Path(directory).exists():
+    where = place(directory)
+    path = content_directory(where) / META
+    if not where.exists():
         raise FileNotFoundError(f"Checkpoint {directory} does not exist.")
     if not path.exists():
         raise DamagedCheckpointError(str(directory), f"{META} is missing, so Lightning did not save it")
     try:
-        meta = torch.load(path, map_location="cpu", weights_only=weights_only)
+        with path.open("rb") as file:
+            content = io.BytesIO(file.read())
+        meta = torch.load(content, map_location="cpu", weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise pickle.UnpicklingError(
             f"Checkpoint {directory} holds objects other than plain data and tensors, most often in the hyperparameters."
@@ -106,7 +111,7 @@ def read_meta(directory: str | Path, weights_only: bool | None = None) -> dict[s
     return meta
 
 
-def restore_tensors(meta: Mapping[str, Any], directory: str | Path) -> dict[str, Any]:
+def restore_tensors(meta: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict[str, Any]:
     """Return ``meta`` with the tensors in it that :func:`split` took out of it.
 
     Args:
@@ -114,7 +119,7 @@ def restore_tensors(meta: Mapping[str, Any], directory: str | Path) -> dict[str,
         directory: The checkpoint.
 
     """
-    tensors = unflatten(read_flat(Path(directory), weights_only=True, wanted=lambda path: path[0] == EXTRA))
+    tensors = unflatten(read_flat(place(directory), weights_only=True, wanted=lambda path: path[0] == EXTRA))
     return {key: _put_tensors(value, tensors.get(EXTRA, {})) for key, value in meta.items()}
 
 

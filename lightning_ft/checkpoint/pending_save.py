@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from lightning_ft.checkpoint.commit import Post
 from lightning_ft.checkpoint.layout import Manifest
 from lightning_ft.checkpoint.plan import Seat
+from lightning_ft.checkpoint.store_path import Place
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,13 @@ class PendingSave:
 
     """
 
-    def __init__(self, target: Path, step: int, *, is_twin: bool = False) -> None:
+    def __init__(self, target: Place, step: int, *, is_twin: bool = False) -> None:
         self.target = target
         self.step = step
         self.is_twin = is_twin
-        self.replaces: tuple[Path, ...] = ()
+        self.content = target
+        """Where its files are once it is a checkpoint."""
+        self.replaces: tuple[Place, ...] = ()
         """Checkpoints that go once this one is there."""
         self.error: BaseException | None = None
         """Why it did not become a checkpoint; only to be looked at once it is :attr:`done`."""

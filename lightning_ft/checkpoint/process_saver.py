@@ -12,7 +12,6 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -27,7 +26,8 @@ from lightning_ft.checkpoint.module_state import MayChange
 from lightning_ft.checkpoint.peers import Peers, SoloPeers, StorePeers
 from lightning_ft.checkpoint.pending_save import Content, PendingSave
 from lightning_ft.checkpoint.snapshot import Fence
-from lightning_ft.errors import CheckpointNotCommittedError
+from lightning_ft.checkpoint.store_path import Place
+from lightning_ft.errors import CheckpointNotCommittedError, StoreUnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class ProcessSaver:
         self.run_id = self._agree("run_id", secrets.token_hex(8))
         self._peers = self._make_peers(self.run_id)
         self._saver = AsyncSaver(self._peers, on_settled=self._tell)
-        self._directories: set[Path] = set()
-        self._frozen: dict[Path, int] = {}
+        self._directories: set[Place] = set()
+        self._frozen: dict[Place, int] = {}
         self._lock = threading.Lock()
         self._num_settled = 0
         self._newest: str | None = None
@@ -68,11 +68,11 @@ class ProcessSaver:
 
     def save(
         self,
-        path: Path,
+        path: Place,
         content: Content,
         optimizers: Iterable[Optimizer],
         may_change: MayChange,
-        replaces: Collection[Path],
+        replaces: Collection[Place],
     ) -> PendingSave:
         """Collective. Begin to save; ``optimizers`` wait before their next step until all is copied."""
         self._enter(path.parent)
@@ -82,7 +82,7 @@ class ProcessSaver:
                 _fenced.add(optimizer)
         return self._saver.save(path, content, replaces=replaces, may_change=may_change)
 
-    def save_frozen(self, path: Path, content: Content, replaces: Collection[Path]) -> None:
+    def save_frozen(self, path: Place, content: Content, replaces: Collection[Place]) -> None:
         """Collective. Save what nobody changes, in any thread, beside other saves; return once it is there."""
         with self._lock:
             number = self._frozen[path] = self._frozen.get(path, 0) + 1
@@ -123,12 +123,12 @@ class ProcessSaver:
             time.sleep(_POLL)  # the store may end with this process
         self._saver.close()
 
-    def _enter(self, directory: Path) -> None:
+    def _enter(self, directory: Place) -> None:
         """Collective with the first save into a directory. Remove what writers that died left there."""
         if directory in self._directories:
             return
         if self._rank == 0:
-            with suppress(OSError):  # told by the save
+            with suppress(OSError, StoreUnreachableError):  # told by the save
                 collect(directory)
         self._agree(f"directory/{len(self._directories)}", "")  # nobody stages before
         self._directories.add(directory)

@@ -2,16 +2,18 @@
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from lightning_ft.checkpoint.layout import MANIFEST, META, METADATA, STAGING_PREFIX, TRASH_PREFIX
+from lightning_ft.checkpoint.layout import HIDDEN_PREFIXES, MANIFEST, META, METADATA
+from lightning_ft.checkpoint.store_path import Place, StorePath, is_store, place
 from lightning_ft.checkpoint.verify import Share, Thoroughness, read_manifest, verify
-from lightning_ft.errors import DamagedCheckpointError
+from lightning_ft.errors import DamagedCheckpointError, StoreUnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -97,30 +99,72 @@ def candidates(dirpath: str | os.PathLike[str], suffix: str = ".ckpt") -> list[C
         dirpath: Where to look.
         suffix: What names of single files end in.
 
+    Raises:
+        StoreUnreachableError: If the store that it is in does not answer: that is no reason to begin anew.
+
     """
-    root = Path(dirpath)
-    try:
-        names = os.listdir(root)
-    except OSError:
-        return []
+    root = place(dirpath)
     found: dict[str, Candidate] = {}
-    for name in names:
-        candidate = None if name.startswith((STAGING_PREFIX, TRASH_PREFIX)) else _candidate(root / name, suffix)
+    for candidate in _in_store(root, suffix) if isinstance(root, StorePath) else _in_directory(root, suffix):
         if candidate is not None:  # `last` may be a link to another one
-            found.setdefault(os.path.realpath(candidate.path), candidate)
+            found.setdefault(_real(candidate.path), candidate)
     return sorted(found.values(), key=lambda candidate: (candidate.created, candidate.step, candidate.path), reverse=True)
 
 
 def places(dirpath: str | os.PathLike[str], depth: int) -> list[str]:
     """Return a directory and those in it that may hold checkpoints, down to ``depth``."""
     found = [os.fspath(dirpath)]
-    if depth > 0 and os.path.isdir(dirpath):
+    if depth > 0:
         checkpoints = {candidate.path for candidate in candidates(dirpath)}
-        for entry in sorted(os.scandir(dirpath), key=lambda entry: entry.name):
-            hidden = entry.name.startswith((STAGING_PREFIX, TRASH_PREFIX))
-            if entry.is_dir(follow_symlinks=False) and not hidden and entry.path not in checkpoints:
-                found += places(entry.path, depth - 1)
+        for path in _directories(place(dirpath)):
+            if not path.name.startswith(HIDDEN_PREFIXES) and os.fspath(path) not in checkpoints:
+                found += places(path, depth - 1)
     return found
+
+
+def _directories(path: Place) -> list[Place]:
+    """Return the directories in a directory, by name; links are none."""
+    if isinstance(path, StorePath):
+        with suppress(FileNotFoundError):
+            return [entry.path for entry in path.entries() if entry.is_directory]
+        return []
+    if not path.is_dir():
+        return []
+    return [path / name for name in sorted(entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))]
+
+
+def _real(path: str) -> str:
+    return path if is_store(path) else os.path.realpath(path)
+
+
+def _in_directory(root: Path, suffix: str) -> Iterator[Candidate | None]:
+    with suppress(OSError):
+        for name in os.listdir(root):
+            if not name.startswith(HIDDEN_PREFIXES):
+                yield _candidate(root / name, suffix)
+
+
+def _in_store(root: StorePath, suffix: str) -> Iterator[Candidate | None]:
+    with suppress(FileNotFoundError):
+        for entry in root.entries():
+            if entry.is_directory:
+                yield None if entry.path.name.startswith(HIDDEN_PREFIXES) else _stored(entry.path)
+            elif entry.path.name.endswith(suffix):
+                yield Candidate(str(entry.path), entry.status.st_mtime)
+
+
+def _stored(path: StorePath) -> Candidate | None:
+    """Return the checkpoint whose files begin with this path, if they have what makes them one."""
+    try:
+        entries = {entry.path.name: entry for entry in path.entries()}
+        if not entries.keys() & {MANIFEST, METADATA, META}:
+            return None
+        manifest = read_manifest(path)
+    except DamagedCheckpointError:
+        return Candidate(str(path), max(entry.status.st_mtime for entry in entries.values()))
+    except FileNotFoundError:  # it was removed meanwhile
+        return None
+    return Candidate(str(path), manifest.created, manifest.step)
 
 
 def _candidate(path: Path, suffix: str) -> Candidate | None:
@@ -143,16 +187,22 @@ def check(path: str, peers: ReadingRanks | None = None, thoroughness: Thoroughne
 
     Raises:
         DamagedCheckpointError: On all ranks.
+        StoreUnreachableError: On all ranks.
 
     """
     peers = Alone() if peers is None else peers
-    problem = None
+    problem = unreachable = None
     while True:
         total = peers.size
         try:
             verify(path, thoroughness, Share(peers.rank, total))
         except DamagedCheckpointError as error:
             problem = error.reason
+        except StoreUnreachableError as error:
+            unreachable = error.reason
+        unreachable = peers.first_problem(unreachable)
+        if unreachable is not None:
+            raise StoreUnreachableError(path, unreachable)
         problem = peers.first_problem(problem)
         if problem is not None:
             raise DamagedCheckpointError(path, problem)
@@ -167,7 +217,7 @@ def newest_valid(
 ) -> str | None:
     """Collective. Return the newest intact checkpoint, after a warning for each newer one; None if there is none."""
     peers = Alone() if peers is None else peers
-    for path in peers.broadcast(_list(dirpaths)):
+    for path in peers.broadcast(_list(dirpaths) if peers.rank == 0 else ()):
         try:
             check(path, peers, thoroughness)
         except DamagedCheckpointError as error:

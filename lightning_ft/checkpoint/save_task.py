@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -18,15 +16,16 @@ from torch import Tensor
 from lightning_ft.checkpoint.commit import Commit, Post, Table, tell_os_error
 from lightning_ft.checkpoint.image import Image, pickled
 from lightning_ft.checkpoint.image_pool import ImagePool
-from lightning_ft.checkpoint.layout import FileEntry, staging_name
-from lightning_ft.checkpoint.leftovers import claim, discard
+from lightning_ft.checkpoint.layout import FileEntry
+from lightning_ft.checkpoint.leftovers import discard
 from lightning_ft.checkpoint.peers import Peers, Roll
 from lightning_ft.checkpoint.pending_save import Content, PendingSave
 from lightning_ft.checkpoint.plan import Flat, divide, is_record, local
 from lightning_ft.checkpoint.snapshot import Snapshot
+from lightning_ft.checkpoint.staging import staging_of
+from lightning_ft.checkpoint.store_path import Place, relative_to
 from lightning_ft.checkpoint.writer import Writer
-from lightning_ft.checkpoint.writer_process import sync_directory, write_file
-from lightning_ft.errors import CheckpointNotCommittedError
+from lightning_ft.errors import CheckpointNotCommittedError, StoreUnreachableError
 
 log = logging.getLogger(__name__)
 
@@ -65,22 +64,24 @@ class SaveTask:
 
     """
 
-    def __init__(self, means: Means, save: PendingSave, roll: Roll, content: Content, replaces: Collection[Path]) -> None:
+    def __init__(self, means: Means, save: PendingSave, roll: Roll, content: Content, replaces: Collection[Place]) -> None:
         self._means = means
         self._save = save
         self._seat = roll.seat
         self._replaces = replaces
         self._agreed = content.agreed
-        self._staging = save.target.with_name(staging_name(save.target.name, roll.token))
+        self._staging = staging_of(save.target, roll.token, means.timeout)
+        save.content = self._staging.content
         self._flat = Flat.of(content.state)
-        names = tuple(path.name for path in replaces if path.parent == save.target.parent)
-        manifest = replace(content.manifest, world_size=roll.seat.world_size, replaces=names)
+        ways = [relative_to(path, save.target.parent) for path in replaces]
+        known = tuple(way for way in ways if way is not None)
+        manifest = replace(content.manifest, world_size=roll.seat.world_size, replaces=known)
         mappings, timeout = self._flat.mappings, means.timeout
-        self._commit = Commit(means.peers, roll, self._staging, save.target, manifest, mappings, timeout)
+        self._commit = Commit(means.peers, roll, self._staging, manifest, mappings, timeout)
         self._key: Any = None
         self._image: Image | None = None
         self._write: Callable[[], Post]
-        self._lease: int | None = None
+        self._leave: Callable[[], None] = lambda: None
 
     # On the training thread.
 
@@ -152,8 +153,7 @@ class SaveTask:
             self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        if self._lease is not None:
-            os.close(self._lease)
+        self._leave()
         if self._image is not None:
             self._means.images.give_back(self._key, self._image)
         self._save.error = error
@@ -166,10 +166,6 @@ class SaveTask:
         """Remove what this rank posted: all ranks are through with it."""
         self._commit.forget()
 
-    def _claim_staging(self) -> None:
-        os.makedirs(self._staging, exist_ok=True)
-        self._lease = claim(self._staging)
-
     def _write_image(
         self, image: Image, snapshot: Snapshot, objects: tuple[tuple[str, int, int], ...], previous: PendingSave | None
     ) -> Post:
@@ -178,25 +174,23 @@ class SaveTask:
         if previous is not None:
             with suppress(Exception):
                 previous.wait()
-        self._claim_staging()
-        written = self._means.writer.write(str(self._staging), image)
+        self._leave = self._staging.enter()
+        written = self._means.writer.write(str(self._staging.directory), image)
         self._save.write_seconds = written.seconds
         files = tuple(FileEntry(file["path"], file["size"], file["xxh3"]) for file in written.files)
         return Post(files, self._post_table(image), objects)
 
     def _link(self, other: PendingSave, own_files: dict[str, bytes]) -> Post:
         other.wait()
-        self._claim_staging()
+        self._leave = self._staging.enter()
         entries = []
         for entry in other.post.files:
-            path = self._staging / entry.path
             if entry.path in own_files:
-                written = write_file(str(path), memoryview(own_files[entry.path]))
-                entry = FileEntry(entry.path, written["size"], written["xxh3"])
+                entry = self._staging.write(entry.path, own_files[entry.path])
             else:
-                os.link(other.target / entry.path, path)
+                self._staging.share(other.content, entry.path)
             entries.append(entry)
-        sync_directory(str(self._staging))
+        self._staging.sync()
         return replace(other.post, files=tuple(entries))
 
     def _post_table(self, image: Image) -> str:
@@ -212,10 +206,10 @@ def _fail(error: Exception) -> Post:
     raise error
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Place) -> None:
     try:
         discard(path)
     except FileNotFoundError:
         pass
-    except OSError as error:
+    except (OSError, StoreUnreachableError) as error:
         log.warning("The old checkpoint %s could not be removed (%s).", path, error)

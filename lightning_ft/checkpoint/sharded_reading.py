@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_ft.checkpoint.dcp_reading import read_flat, read_metadata, unflatten
 from lightning_ft.checkpoint.lightning_dict import optimizer_key, state_dict_of
 from lightning_ft.checkpoint.module_state import canonical, group_names, parameters_by_name, unwrapped
+from lightning_ft.checkpoint.store_path import Place
 from lightning_ft.errors import MalformedStateError
 
 _Path = tuple[str | int, ...]
@@ -47,7 +47,7 @@ class ReadState:
 
 
 def read_state(
-    module: Module, optimizers: Sequence[Optimizer], path: Path, *, strict: bool = True, weights_only: bool | None = None
+    module: Module, optimizers: Sequence[Optimizer], path: Place, *, strict: bool = True, weights_only: bool | None = None
 ) -> ReadState:
     """Read a checkpoint that any number of ranks saved, sharded in any way or not at all; change nothing.
 
@@ -81,7 +81,7 @@ class _Source:
 
     """
 
-    def __init__(self, directory: Path, weights_only: bool | None) -> None:
+    def __init__(self, directory: Place, weights_only: bool | None) -> None:
         self.directory = directory
         self._weights_only = weights_only
         metadata = read_metadata(directory)

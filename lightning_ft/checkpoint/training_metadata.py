@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
@@ -19,6 +18,7 @@ from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.plan import Seat
 from lightning_ft.checkpoint.rank_section import parse_section, section_bytes
 from lightning_ft.checkpoint.reader import DefaultGroup, ReadingRanks
+from lightning_ft.checkpoint.store_path import Place, place
 from lightning_ft.checkpoint.verify import read_file, verify
 from lightning_ft.errors import DamagedCheckpointError, WorldSizeChangedError
 
@@ -78,7 +78,7 @@ def load_training_metadata(
         TypeError: If it returns no dict.
 
     """
-    where = Path(path).absolute()
+    where = place(path)
     verify(where, "sizes")
     return read_metadata(where, DefaultGroup(), rank_local_transform, None)
 
@@ -140,7 +140,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def read_shared(where: Path) -> dict[str, Any]:
+def read_shared(where: Place) -> dict[str, Any]:
     """Return what all ranks that saved a checkpoint had alike."""
     try:
         return parse_section(read_file(where, TRAINING_STATE))
@@ -150,7 +150,7 @@ def read_shared(where: Path) -> dict[str, Any]:
 
 
 def read_metadata(
-    where: Path, ranks: ReadingRanks, transform: RankLocalTransform | None, allow_change: bool | None
+    where: Place, ranks: ReadingRanks, transform: RankLocalTransform | None, allow_change: bool | None
 ) -> TrainingMetadata:
     """Read it for this rank; ``allow_change`` is None for who only wants to look."""
     manifest = verify(where, "sizes")
@@ -182,7 +182,7 @@ def read_metadata(
     return TrainingMetadata(**shared, **own, world_size=saved, status="transformed")
 
 
-def _section(where: Path, rank: int) -> dict[str, Any]:
+def _section(where: Place, rank: int) -> dict[str, Any]:
     try:
         section = parse_section(read_file(where, rank_section_name(rank)))
     except FileNotFoundError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from lightning_ft.checkpoint.pending_save import Content, PendingSave
 from lightning_ft.checkpoint.process_saver import process_saver
 from lightning_ft.checkpoint.reader import DefaultGroup, ReadingRanks, check
 from lightning_ft.checkpoint.sharded_reading import read_state
+from lightning_ft.checkpoint.store_path import Place, place
 from lightning_ft.checkpoint.training_metadata import (
     RankLocalTransform,
     SharedState,
@@ -40,7 +40,8 @@ def save_sharded(module: Module, optimizer: Optimizer | Sequence[Optimizer] | No
     Args:
         module: Replicated or sharded with FSDP2, wrapped in DistributedDataParallel or compiled.
         optimizer: Of its parameters; several in the order in which they are to be loaded; None saves weights only.
-        path: The directory that it becomes. One that is there is replaced once this one is whole.
+        path: The directory that it becomes, or an address of fsspec such as ``s3://bucket/name``. One that is there is
+            replaced once this one is whole.
 
     Raises:
         CheckpointNotCommittedError: On all ranks, if any of them failed; what was at ``path`` is untouched.
@@ -51,7 +52,7 @@ def save_sharded(module: Module, optimizer: Optimizer | Sequence[Optimizer] | No
     manifest = Manifest(step=0, epoch=0, run_id=saver.run_id, world_size=1, shard_size=1, files=())
     content = Content(state_of(module, optimizers), lambda seat: {}, manifest)
     with saver.quietly():
-        saver.save(_absolute(path), content, optimizers, changing(module), ()).wait()
+        saver.save(place(path), content, optimizers, changing(module), ()).wait()
 
 
 def load_sharded(
@@ -81,7 +82,7 @@ def load_sharded(
         StateNotLoadedError: If that happened on another rank.
 
     """
-    ranks, where = DefaultGroup(), _absolute(path)
+    ranks, where = DefaultGroup(), place(path)
     check(str(where), ranks, thoroughness)
     read = _together(
         ranks, lambda: read_state(module, as_sequence(optimizer), where, strict=strict, weights_only=weights_only)
@@ -152,7 +153,8 @@ def async_save_training_state(
     Args:
         module: Replicated or sharded with FSDP2, wrapped in DistributedDataParallel or compiled.
         optimizer: Of its parameters; one, several, or None.
-        path: The directory that it becomes. One that is there is replaced once this one is whole.
+        path: The directory that it becomes, or an address of fsspec such as ``s3://bucket/name``. One that is there is
+            replaced once this one is whole.
         step: Optimizer steps completed.
         scheduler: Of the learning rate: an object with ``state_dict``, or its state.
         scaler: Of gradients, alike.
@@ -175,8 +177,8 @@ def async_save_training_state(
     shared = SharedState(_checked(step), scheduler, scaler, parallel_plan, extra, kinds)
     own = {"loader_state": loader_state, "typed_scheduler_state": typed_scheduler_state, "rng": _random_state()}
     content = content_of(state_of(module, optimizers), shared, own, saver.run_id)
-    replaced = [_absolute(old) for old in replaces]
-    return saver.save(_absolute(path), content, optimizers, changing(module), replaced)
+    replaced = [place(old) for old in replaces]
+    return saver.save(place(path), content, optimizers, changing(module), replaced)
 
 
 def save_frozen_training_state(
@@ -209,7 +211,7 @@ def save_frozen_training_state(
     state = {STATE_DICT: model_state, **{optimizer_key(index): one for index, one in enumerate(states)}}
     saver = process_saver()
     content = content_of(state, shared, own, saver.run_id)
-    saver.save_frozen(_absolute(path), content, [_absolute(old) for old in replaces])
+    saver.save_frozen(place(path), content, [place(old) for old in replaces])
 
 
 def load_training_state(
@@ -248,7 +250,7 @@ def load_training_state(
         TypeError: If it returns no dict.
 
     """
-    ranks, where = DefaultGroup(), _absolute(path)
+    ranks, where = DefaultGroup(), place(path)
     check(str(where), ranks)
     optimizers = as_sequence(optimizer)
 
@@ -272,12 +274,6 @@ def load_training_state(
 
 
 # Saving.
-
-
-def _absolute(path: _Path) -> Path:
-    if "://" in os.fspath(path):
-        raise ValueError(f"`{os.fspath(path)}` is the address of a store, and checkpoints are directories of a file system.")
-    return Path(path).absolute()
 
 
 def _checked(step: int) -> int:
@@ -317,7 +313,7 @@ def _together(ranks: ReadingRanks, action: Callable[[], _T]) -> _T:
     return result  # type: ignore[return-value]
 
 
-def _check_kinds(where: Path, optimizers: Sequence[Optimizer]) -> None:
+def _check_kinds(where: Place, optimizers: Sequence[Optimizer]) -> None:
     saved = read_shared(where)["optimizers"]
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
     if len(saved) != len(kinds) or any(one not in (None, kind) for one, kind in zip(saved, kinds, strict=True)):

@@ -5,13 +5,13 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import xxhash
 
 from lightning_ft.checkpoint.dcp_reading import read_metadata, storage_files
 from lightning_ft.checkpoint.layout import MANIFEST, META, METADATA, FileEntry, Manifest, rank_section_name
+from lightning_ft.checkpoint.store_path import Place, place
 from lightning_ft.errors import DamagedCheckpointError, MalformedStateError
 
 Thoroughness = Literal["full", "sizes"]
@@ -55,7 +55,7 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
 
     """
     try:
-        return Manifest.from_bytes((Path(directory) / MANIFEST).read_bytes())
+        return Manifest.from_bytes((place(directory) / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise DamagedCheckpointError(os.fspath(directory), f"{MANIFEST} is missing") from None
     except (OSError, MalformedStateError) as error:
@@ -76,9 +76,10 @@ def verify(path: str | os.PathLike[str], thoroughness: Thoroughness = "full", sh
 
     Raises:
         DamagedCheckpointError: Naming the file and what is wrong with it.
+        StoreUnreachableError: If the store that it is in does not answer.
 
     """
-    where = Path(path)
+    where = place(path)
     try:
         if not where.exists():
             raise MalformedStateError("it does not exist")
@@ -91,13 +92,13 @@ def verify(path: str | os.PathLike[str], thoroughness: Thoroughness = "full", sh
             _check_foreign(where)
             return None
         manifest = read_manifest(where)
-        _check_entries(where, share.of(manifest.files), thoroughness)
+        _check_entries(where / manifest.data, share.of(manifest.files), thoroughness)
     except (OSError, MalformedStateError) as error:
         raise DamagedCheckpointError(os.fspath(path), _reason(error)) from error
     return manifest
 
 
-def read_file(directory: Path, name: str) -> bytes:
+def read_file(directory: Place, name: str) -> bytes:
     """Return a file of a committed checkpoint as it was written.
 
     Raises:
@@ -105,11 +106,12 @@ def read_file(directory: Path, name: str) -> bytes:
         DamagedCheckpointError: If it is not what was written.
 
     """
-    entry = next((entry for entry in read_manifest(directory).files if entry.path == name), None)
+    manifest = read_manifest(directory)
+    entry = next((entry for entry in manifest.files if entry.path == name), None)
     if entry is None:
         raise FileNotFoundError(f"{directory} has no {name}")
     try:
-        data = (directory / name).read_bytes()
+        data = (directory / manifest.data / name).read_bytes()
     except OSError as error:
         raise DamagedCheckpointError(os.fspath(directory), _reason(error)) from error
     if len(data) != entry.size or xxhash.xxh3_64_hexdigest(data) != entry.xxh3:
@@ -126,14 +128,14 @@ def damage(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def _check_entries(directory: Path, entries: Sequence[FileEntry], thoroughness: Thoroughness) -> None:
+def _check_entries(directory: Place, entries: Sequence[FileEntry], thoroughness: Thoroughness) -> None:
     workers = min(8, os.cpu_count() or 1, max(1, len(entries)))
     with ThreadPoolExecutor(workers) as pool:
         for _ in pool.map(lambda entry: _check_entry(directory, entry, thoroughness), entries):
             pass
 
 
-def _check_entry(directory: Path, entry: FileEntry, thoroughness: Thoroughness) -> None:
+def _check_entry(directory: Place, entry: FileEntry, thoroughness: Thoroughness) -> None:
     path = directory / entry.path
     try:
         size = path.stat().st_size
@@ -145,17 +147,17 @@ def _check_entry(directory: Path, entry: FileEntry, thoroughness: Thoroughness) 
         raise MalformedStateError(f"{entry.path} has another content than when it was written")
 
 
-def checksum(path: Path) -> str:
+def checksum(path: Place) -> str:
     """Return the XXH3-64 of a file, in hexadecimal."""
     digest = xxhash.xxh3_64()
     block = memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
-        while length := file.readinto(block):
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(block):  # type: ignore[attr-defined]
             digest.update(block[:length])
     return digest.hexdigest()
 
 
-def _check_foreign(directory: Path) -> None:
+def _check_foreign(directory: Place) -> None:
     """Check a distributed checkpoint that has no manifest, as far as that goes."""
     if not (directory / METADATA).exists():
         raise MalformedStateError(f"it is no checkpoint: it has neither {MANIFEST} nor {METADATA}")
@@ -170,16 +172,16 @@ def _check_foreign(directory: Path) -> None:
         _check_file(directory / META)
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Place) -> None:
     """Check a file of ``torch.save``: the zip format has a checksum of each part."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         start = file.read(len(_ZIP))
     if start != _ZIP:
         if not start.startswith(_PICKLE):  # torch's older format is a pickle, which can't be checked
             raise MalformedStateError(f"{path.name} is no file that torch.save wrote")
         return
     try:
-        with zipfile.ZipFile(path) as archive:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             part = archive.testzip()
     except zipfile.BadZipFile as error:
         raise MalformedStateError(f"{path.name} is cut off or damaged ({error})") from error

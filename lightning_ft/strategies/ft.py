@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.checkpoint.peers import Peers
+from lightning_ft.checkpoint.store_path import place
 from lightning_ft.data.workers import shield_workers
 from lightning_ft.elastic.checks import check_choice, check_count, check_type
 from lightning_ft.elastic.collectives import Collectives
@@ -419,7 +420,7 @@ class FTStrategy(LiveRanks):
         assert self._live is not None
         if str(checkpoint_path) == joining.PEER_CHECKPOINT:
             return self._live.receive()
-        if os.path.isdir(checkpoint_path):
+        if place(checkpoint_path).is_dir():
             checkpoint = read_checkpoint(os.fspath(checkpoint_path), weights_only)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -633,12 +634,12 @@ class FTStrategy(LiveRanks):
         self._tell_saved(filepath, checkpoint)
 
     def _tell_saved(self, filepath: _PATH, checkpoint: dict[str, Any]) -> None:
-        self.events.emit("checkpoint", path=os.path.abspath(filepath), step=checkpoint.get("global_step", 0))
+        self.events.emit("checkpoint", path=str(place(filepath)), step=checkpoint.get("global_step", 0))
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         super().remove_checkpoint(filepath)
-        self.events.emit("checkpoint_removed", path=os.path.abspath(filepath))
+        self.events.emit("checkpoint_removed", path=str(place(filepath)))
 
     def checkpoint_peers(self) -> Peers:
         """Return the live ranks as those who save checkpoints together; for checkpoint callbacks."""

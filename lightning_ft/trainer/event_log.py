@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 
+from lightning_ft.checkpoint.store_path import is_store, place
 from lightning_ft.events.log import EventLog
 from lightning_ft.trainer.saving_peers import agree_on_run_id
 
@@ -40,7 +41,8 @@ def event_log_of(trainer: Trainer) -> EventLog:
 
 def event_directory(trainer: Trainer, run_id: str) -> Path:
     """Collective. Return where the events of a run are."""
-    return Path(trainer.log_dir or trainer.default_root_dir).absolute() / "ft_events" / run_id
+    where = trainer.log_dir or trainer.default_root_dir
+    return Path(os.curdir if is_store(where) else where).absolute() / "ft_events" / run_id
 
 
 def refer(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -56,5 +58,5 @@ def tell_resumed(events: EventLog, path: _PATH, reference: dict[str, Any], step:
     """Record that a training goes on from a checkpoint with this reference; return how many attempts came before it."""
     attempt = int(reference.get("attempt", 0)) + 1
     known = {name: reference[name] for name in ("run_id", "events") if name in reference}
-    events.emit("resumed", path=os.path.abspath(path), step=step, attempt=attempt, **known)
+    events.emit("resumed", path=str(place(path)), step=step, attempt=attempt, **known)
     return attempt

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.checkpoint.reader import DefaultGroup, candidates, check
+from lightning_ft.checkpoint.store_path import place
 from lightning_ft.errors import DamagedCheckpointError
 
 
@@ -41,7 +42,7 @@ def go_back(trainer: Trainer, path: str) -> None:
 
 
 def _restore(trainer: Trainer, path: str) -> None:
-    is_directory = os.path.isdir(path)
+    is_directory = place(path).is_dir()
     checkpoint = read_checkpoint(path, False) if is_directory else trainer.strategy.load_checkpoint(path, weights_only=False)
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint

@@ -8,13 +8,14 @@ from lightning.pytorch import Trainer
 
 from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.peers import Peers
+from lightning_ft.checkpoint.store_path import place
 from lightning_ft.errors import CheckpointNotCommittedError
 from lightning_ft.trainer.checkpoint_content import content_of
 
 
 def wants_directory(path: _PATH) -> bool:
     """Whether a checkpoint at this path is to be a directory."""
-    return "://" not in os.fspath(path) and (os.fspath(path).endswith(os.sep) or os.path.isdir(path))
+    return os.fspath(path).endswith("/") or place(path).is_dir()
 
 
 def save_directory(trainer: Trainer, checkpoint: dict[str, Any], path: _PATH, peers: Peers) -> None:
@@ -36,7 +37,7 @@ def save_directory(trainer: Trainer, checkpoint: dict[str, Any], path: _PATH, pe
     try:
         while True:
             try:
-                saver.save(os.path.abspath(path), content, may_change=may_change).wait()
+                saver.save(place(path), content, may_change=may_change).wait()
                 return
             except CheckpointNotCommittedError as error:
                 if not error.because_of_death:

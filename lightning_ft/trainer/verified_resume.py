@@ -3,20 +3,25 @@
 import os
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.migration import migrate_checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_ft.checkpoint.dcp_reading import content_directory
 from lightning_ft.checkpoint.leftovers import collect, discard
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint, restore_tensors
 from lightning_ft.checkpoint.reader import DefaultGroup, candidates, check, newest_valid
+from lightning_ft.checkpoint.store_path import Place, follow, is_store, local_form, place
 from lightning_ft.checkpoint.verify import read_manifest
-from lightning_ft.errors import DamagedCheckpointError
+from lightning_ft.errors import DamagedCheckpointError, StoreUnreachableError
+
+_LEFT_TO_LIGHTNING = ("http://", "https://", "ft://")
+"""Single files of the web, and what a live rank hands out."""
 
 
 class VerifiedResume:
@@ -76,24 +81,25 @@ class VerifiedResume:
         """Collective. Load what was asked for, in place of Lightning's method of this name."""
         directories, self._directories = self._directories, {}
         newest, self._newest = self._newest, set()
-        path = None if not checkpoint_path else os.fspath(checkpoint_path)
+        path = None if not checkpoint_path else local_form(checkpoint_path)
         self.chosen = None
-        if path is not None and "://" in path:
-            self._resume_start(checkpoint_path, weights_only)  # from a live rank, or from a store
+        if path is not None and path.startswith(_LEFT_TO_LIGHTNING):
+            self._resume_start(checkpoint_path, weights_only)
             return
         ranks = DefaultGroup()
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         if fitting and ranks.rank == 0:
             for directory in directories:
-                collect(directory)
+                with suppress(StoreUnreachableError):  # whoever reads or saves there tells
+                    collect(directory)
         if path is None:
             path = self.chosen = self._choose(directories, ranks) if fitting and self._trainer.global_step == 0 else None
         elif path in newest:
             path = self.chosen = _newest_of(path, directories, ranks)
-        elif ranks.broadcast(os.path.exists(path)):  # otherwise Lightning says what it says
+        elif ranks.broadcast(place(path).exists()):  # otherwise Lightning says what it says
             _check_asked(path, ranks)
         if path is not None and fitting and ranks.rank == 0:
-            _finish_removals(Path(path), directories)
+            _finish_removals(place(path), directories)
         self._load(path, weights_only)
 
     def _choose(self, directories: dict[str, bool], ranks: DefaultGroup) -> str | None:
@@ -110,9 +116,15 @@ class VerifiedResume:
     def _load(self, path: str | None, weights_only: bool | None) -> None:
         strategy = self._trainer.strategy
         own = type(strategy).load_checkpoint is not Strategy.load_checkpoint
-        if path is None or own or not os.path.isdir(path):
+        is_directory = path is not None and place(path).is_dir()
+        if path is not None and is_directory and is_store(path) and own and not hasattr(strategy, "checkpoint_peers"):
+            raise MisconfigurationException(
+                f"`ckpt_path={path!r}`: `{type(strategy).__name__}` reads directories of file systems only. Copy"
+                f" {content_directory(place(path))} to one, or use `FTStrategy`."
+            )
+        if path is None or own or not is_directory:
             self._resume_start(path, weights_only)
-            if path is not None and os.path.isdir(path) and isinstance(strategy, ModelParallelStrategy):
+            if path is not None and is_directory and isinstance(strategy, ModelParallelStrategy):
                 self._connector._loaded_checkpoint = restore_tensors(self._connector._loaded_checkpoint, path)
             return
         rank_zero_info(f"Restoring states from the checkpoint path at {path}")
@@ -125,24 +137,26 @@ def _check_asked(path: str, ranks: DefaultGroup) -> None:
     try:
         check(path, ranks)
     except DamagedCheckpointError as error:
-        beside = newest_valid([os.path.dirname(os.path.abspath(path))], ranks)
+        beside = newest_valid([place(path).parent], ranks)
         raise DamagedCheckpointError(path, error.reason, beside) from None
 
 
 def _newest_of(path: str, directories: Iterable[str], ranks: DefaultGroup) -> str:
     """Collective. Return the newest intact checkpoint; ``path`` is the newest one, intact or not."""
-    found = newest_valid({os.path.dirname(path), *directories}, ranks)
+    found = newest_valid(directories if is_store(path) else {os.path.dirname(path), *directories}, ranks)
     if found is None:
         raise DamagedCheckpointError(path, "none beside it is intact either, as the warnings above say")
     return found
 
 
-def _finish_removals(path: Path, directories: Iterable[str]) -> None:
+def _finish_removals(path: Place, directories: Iterable[str]) -> None:
     """Remove what an intact checkpoint replaced, if a kill came in between; nothing outside of this run's directories."""
-    if not path.is_dir() or path.parent not in [Path(directory) for directory in directories]:
+    own = {place(directory) for directory in directories}
+    if path.parent not in own:
         return
-    with suppress(DamagedCheckpointError, OSError):  # one that Lightning wrote replaces nothing
-        manifest = read_manifest(path)
-        for name in manifest.replaces:
-            if name != path.name and os.path.lexists(path.with_name(name)):
-                discard(path.with_name(name))
+    with suppress(DamagedCheckpointError, StoreUnreachableError, OSError):  # one that Lightning wrote replaces nothing
+        for way in read_manifest(path).replaces:
+            old = follow(path.parent, way)
+            if old != path and old.parent in own:
+                with suppress(FileNotFoundError):
+                    discard(old)

@@ -10,10 +10,11 @@ import torch
 import xxhash
 from torch.distributed import HashStore
 
-from lightning_ft.checkpoint.commit import Commit, Post, Table, move_into_place
+from lightning_ft.checkpoint.commit import Commit, Post, Table
 from lightning_ft.checkpoint.layout import MANIFEST, FileEntry, Manifest
 from lightning_ft.checkpoint.peers import Roll, StorePeers
 from lightning_ft.checkpoint.plan import Entry, Seat
+from lightning_ft.checkpoint.staging import LocalStaging, move_into_place
 from lightning_ft.errors import CheckpointNotCommittedError
 
 ENTRY = Entry("state_dict.w", torch.float32, (2,), (0,), (2,))
@@ -34,7 +35,8 @@ class Save:
     """One save of three ranks."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.target, self.staging = root, root / "new.ckpt", root / ".tmp-new.ckpt-x"
+        self.root, self.target = root, root / "new.ckpt"
+        self.staging = LocalStaging(self.target, "x").directory
         self.store, self.dead = HashStore(), set[int]()
         self.ended: dict[int, Any] = {}
         self.threads: list[threading.Thread] = []
@@ -43,7 +45,7 @@ class Save:
         manifest = Manifest(step=7, epoch=0, run_id="run", world_size=3, shard_size=1, files=())
         roll = Roll("token", Seat(rank, 3))
         peers = Mortals(self.store, rank, self.dead)
-        return Commit(peers, roll, self.staging, self.target, manifest, {}, timedelta(seconds=seconds))
+        return Commit(peers, roll, LocalStaging(self.target, "x"), manifest, {}, timedelta(seconds=seconds))
 
     def write(self, rank: int) -> Post:
         self.staging.mkdir(exist_ok=True)

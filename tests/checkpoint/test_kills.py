@@ -15,8 +15,11 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed import TCPStore
 
+from lightning_ft.checkpoint.dcp_reading import content_directory
 from lightning_ft.checkpoint.layout import MANIFEST, Manifest
 from lightning_ft.checkpoint.leftovers import collect
+from lightning_ft.checkpoint.reader import candidates
+from lightning_ft.checkpoint.store_path import Place, StorePath, place
 from lightning_ft.testing.processes import Process, children, fork_server
 
 JOB = Path(__file__).parent / "jobs" / "save_all_the_time.py"
@@ -26,7 +29,7 @@ TRIALS = int(os.environ.get("LIGHTNING_FT_TEST_KILLS", "4"))
 class Ranks:
     """Two ranks in processes of their own."""
 
-    def __init__(self, directory: Path, root: Path, start: int) -> None:
+    def __init__(self, directory: Path, root: Place, start: int) -> None:
         self.outputs = [directory / f"{start}-{rank}.out" for rank in range(2)]
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -69,8 +72,21 @@ def kill(process: Process) -> None:
     assert process.wait(30.0) == -signal.SIGKILL
 
 
-def committed(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if not path.name.startswith("."))
+def committed(root: Place, directory: Path) -> list[Path]:
+    """Return the checkpoints; those of a store are copied into ``directory``."""
+    if isinstance(root, Path):
+        return sorted(path for path in root.iterdir() if not path.name.startswith("."))
+    return [fetch(StorePath(candidate.path), directory) for candidate in candidates(root)]
+
+
+def fetch(path: StorePath, directory: Path) -> Path:
+    copy = directory / path.name
+    copy.mkdir(parents=True)
+    for source in (path, content_directory(path)):
+        for entry in source.entries():
+            if not entry.is_directory:
+                (copy / entry.path.name).write_bytes(entry.path.read_bytes())
+    return copy
 
 
 def check_whole(path: Path) -> int:
@@ -93,9 +109,13 @@ def check_whole(path: Path) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_kill_at_any_moment_leaves_the_last_committed_checkpoint_or_a_newer_one_whole(tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    root.mkdir()
+@pytest.mark.parametrize("where", ["directory", "store"])
+def test_a_kill_at_any_moment_leaves_the_last_committed_checkpoint_or_a_newer_one_whole(
+    tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
+    root = place(tmp_path / "checkpoints" if where == "directory" else request.getfixturevalue("bucket"))
+    if isinstance(root, Path):
+        root.mkdir()
     seed = random.randrange(1 << 30)
     generator, start = random.Random(seed), 0
     victims = {0: [0], 1: [1], 2: [0, 1], 3: []}
@@ -114,11 +134,17 @@ def test_a_kill_at_any_moment_leaves_the_last_committed_checkpoint_or_a_newer_on
         finally:
             ranks.close()
         last = ranks.acknowledged()
-        steps = [check_whole(path) for path in committed(root)]
+        steps = [check_whole(path) for path in committed(root, tmp_path / f"fetched_{trial}")]
         assert max(steps) >= last, f"seed {seed}, trial {trial}: step {last} was committed, but there are only {steps}"
         wait_for_end_of(writers)
         collect(root)
-        assert {path.name for path in root.iterdir()} == {path.name for path in committed(root)}
+        if isinstance(root, Path):
+            assert {path.name for path in root.iterdir()} == {path.name for path in committed(root, tmp_path)}
+        else:
+            found = {candidate.path for candidate in candidates(root)}
+            assert {str(entry.path) for entry in root.entries()} == found
+            for path in map(StorePath, found):  # the manifest and what it names, and nothing that another save left
+                assert {entry.path.name for entry in path.entries()} == {MANIFEST, content_directory(path).name}
         start = max(steps) + 1
     assert not [name for name in os.listdir("/dev/shm") if "lightning_ft" in name]
 

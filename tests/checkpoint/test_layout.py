@@ -14,7 +14,7 @@ MANIFEST = Manifest(
     shard_size=2,
     files=(FileEntry("__0_0.distcp", 10, "0" * 16), FileEntry("more/meta.pt", 3, "f" * 16)),
     created=1.5,
-    replaces=("step=3.ckpt",),
+    replaces=("step=3.ckpt", "../val/loss=0.5.ckpt"),
     parent="/elsewhere/step=0.ckpt",
 )
 
@@ -49,10 +49,10 @@ def test_a_manifest_names_only_files_of_its_own_directory(path: str) -> None:
         Manifest.from_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["../other", "a/b", "", ".."])
-def test_a_manifest_replaces_only_its_neighbours(name: str) -> None:
-    with pytest.raises(MalformedStateError, match="no name in the same directory"):
-        Manifest.from_bytes(replace(MANIFEST, replaces=(name,)).to_bytes())
+@pytest.mark.parametrize("path", ["/other", "a/..", "", ".."])
+def test_a_manifest_replaces_only_what_it_finds_from_where_it_is(path: str) -> None:
+    with pytest.raises(MalformedStateError, match="no path from one checkpoint to another"):
+        Manifest.from_bytes(replace(MANIFEST, replaces=(path,)).to_bytes())
 
 
 def test_a_manifest_of_a_later_format_is_not_guessed_at() -> None:

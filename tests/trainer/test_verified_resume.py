@@ -194,6 +194,18 @@ def test_what_a_kill_left_to_be_removed_is_removed_at_the_next_start_and_nothing
     assert sorted(os.listdir(kept)) == ["epoch=1.ckpt"]
 
 
+def test_what_a_kill_left_to_be_removed_in_another_directory_is_removed_too(tmp_path: Path) -> None:
+    root, options = tmp_path / "checkpoints", {"filename": "{epoch}/model", "save_top_k": 1, "resume": "auto"}
+    fit(tmp_path, 1, **options)
+    shutil.copytree(root / "epoch=0" / "model.ckpt", tmp_path / "copy")
+    fit(tmp_path, 2, **options)
+    shutil.copytree(tmp_path / "copy", root / "epoch=0" / "model.ckpt")
+    shutil.copytree(tmp_path / "copy", tmp_path / "model.ckpt")
+    fit(tmp_path, 2, **options)
+    assert [path.parent.name for path in root.rglob("model.ckpt")] == ["epoch=1"]
+    assert (tmp_path / "model.ckpt").exists()
+
+
 def test_single_files_are_verified_and_resumed_from_too(tmp_path: Path, uninterrupted: Model) -> None:
     seed_everything(3, verbose=False)
     model = Model()

@@ -7,7 +7,6 @@ import os
 import sys
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
@@ -17,18 +16,19 @@ from lightning_ft.checkpoint.layout import Manifest
 from lightning_ft.checkpoint.peers import StorePeers
 from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.plan import Seat
+from lightning_ft.checkpoint.store_path import Place, place
 
 SHAPES = ((257, 129), (300, 300), (64,), (1000, 77), (3, 5, 7))
 
 
 def main() -> None:
     rank, world_size, port, start = (int(sys.argv[index]) for index in (1, 2, 3, 5))
-    root = Path(sys.argv[4])
+    root = place(sys.argv[4])
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     saver = AsyncSaver(StorePeers(store, rank, world_size, f"run{start}"), timeout=timedelta(seconds=60))
     tensors = {f"w{index}": torch.empty(shape) for index, shape in enumerate(SHAPES)}
     state = {"state_dict": tensors, "optimizer_0": {"param_groups": [{"lr": 0.0}]}}
-    previous: list[Path] = []
+    previous: list[Place] = []
     for step in range(start, sys.maxsize):
         saver.wait_for_copy()
         for tensor in tensors.values():
