@@ -57,7 +57,6 @@ def fit(precision: str, accumulate: int, steps: int, faults: list[Corruption]) -
     inputs = torch.randn(32 * steps * accumulate, 16)
     data = DataLoader(TensorDataset(inputs, inputs[:, :4].sin()), batch_size=32)
     validation = RerunValidation(without_opinion="assume_correct", on_spike="skip_batch", on_correct="skip_batch")
-    validation.rows = type(validation.rows)(maxlen=10 * steps)
     options: dict[str, Any] = {"precision": "bf16-mixed"} if precision == "bfloat16" else {}
     if precision == "float16":
         options["plugins"] = [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=256.0))]

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_ft.loops.step_state import StepState
@@ -145,9 +146,9 @@ class PeerOpinion:
         for parameter in self._pl_module.parameters():
             parameter.grad = None
         self._window.micro_batches[0].begin.restore()
-        own, losses = self._window.micro_batches, []
+        own, losses = self._window.micro_batches, list[tuple[int, Tensor]]()
         with self._machine.apart() as validated:
-            for here, there in zip(own, passes, strict=False):
+            for place, (here, there) in enumerate(zip(own, passes, strict=False)):
                 batch = move_data_to_device(there["batch"], self._trainer.strategy.root_device)
                 arguments = OrderedDict(here.arguments)
                 if "batch_idx" in arguments:
@@ -156,7 +157,7 @@ class PeerOpinion:
                 _set_rng_states(there["random"])
                 self._window.run_apart(foreign)
                 if foreign.is_own and foreign.loss is not None:
-                    losses.append(foreign.loss)
+                    losses.append((place, foreign.loss))
             scaler = getattr(self._trainer.precision_plugin, "scaler", None)
             scale = None if scaler is None else float(scaler.get_scale())
             norm = gradient_norm(self._pl_module.parameters())

@@ -83,7 +83,9 @@ class StepWindow:
         self.micro_batches: list[MicroBatch] = []
         self._base: dict[Parameter, Tensor] = {}
         self._arguments: OrderedDict[str, Any] = OrderedDict()
-        self._running: MicroBatch | None = None  # while it is run again
+        self.running: MicroBatch | None = None
+        """The one whose `training_step` is being called."""
+        self._again: MicroBatch | None = None  # while it is run again
         self._copies = True  # until the batches of a step were left alone
         self._changes_batches = False
         self._replaced: list[tuple[Any, str, Any]] = []
@@ -104,8 +106,11 @@ class StepWindow:
             return output
 
         def recorded_step(*args: Any, **kwargs: Any) -> Any:
-            micro_batch = self._running or self._begin(args[0])
-            output = training_step(*args, **kwargs)
+            micro_batch = self.running = self._again or self._begin(args[0])
+            try:
+                output = training_step(*args, **kwargs)
+            finally:
+                self.running = None
             loss = output.get("loss") if isinstance(output, dict) else output
             micro_batch.loss = loss.detach() if isinstance(loss, Tensor) else None
             return output
@@ -142,10 +147,9 @@ class StepWindow:
         self.micro_batches.append(micro_batch)
         return micro_batch
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a step is under way."""
-        return bool(self.micro_batches)
+    def index(self, micro_batch: MicroBatch) -> int | None:
+        """Return which one of the step it is, from 0; None if it is somebody else's."""
+        return next((i for i, own in enumerate(self.micro_batches) if own is micro_batch), None)
 
     @property
     def can_be_replayed(self) -> bool:
@@ -245,11 +249,11 @@ class StepWindow:
         original = micro_batch.arguments[name]
         fresh = copy_batch(micro_batch.batch) if micro_batch.is_copy else copy_structure(micro_batch.batch)
         micro_batch.arguments[name] = fresh
-        self._running = micro_batch
+        self._again = micro_batch
         try:
             yield
         finally:
-            self._running = None
+            self._again = None
             micro_batch.arguments[name] = original
 
     @contextmanager

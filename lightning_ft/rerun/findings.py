@@ -19,6 +19,7 @@ class Finding:
         fatal: Whether it must not be applied.
         expected: What it should have been, for a reader.
         shared: Whether it is the same on all ranks: an average.
+        micro_batch: Of which micro-batch of the step it is, from 0; None: of the whole step.
         rerun_value: What it was when the step was run again; None if that did not come to it.
         is_reproduced: Whether both are the same.
         is_still_bad: Whether the rerun's was rejected as well.
@@ -33,6 +34,7 @@ class Finding:
     fatal: bool
     expected: str = ""
     shared: bool = False
+    micro_batch: int | None = None
     rerun_value: Any = None
     is_reproduced: bool = False
     is_still_bad: bool = False

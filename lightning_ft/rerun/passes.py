@@ -1,7 +1,7 @@
 """What was validated in a step and in its rerun, call by call."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_ft.rerun.comparison import as_number
@@ -23,6 +23,7 @@ class Validated:
         tolerance: How far they may be.
         expected: What it should have been, for a reader.
         shared: Whether it is the same on all ranks.
+        micro_batch: Of which micro-batch of the step it is; None: of the whole step.
 
     """
 
@@ -33,6 +34,7 @@ class Validated:
     tolerance: float
     expected: str
     shared: bool
+    micro_batch: int | None
 
 
 class Passes:
@@ -41,6 +43,8 @@ class Passes:
     def __init__(self) -> None:
         self._passes: list[dict[Call, Validated]] = [{}]
         self._counts: dict[str, int] = {}
+        self.is_final = False
+        """Whether the step can't be run again: what was rejected counts as reproduced, and nobody says that it was."""
 
     @property
     def num_reruns(self) -> int:
@@ -81,6 +85,9 @@ class Passes:
             miscompare: Compares two results by the function given, or pretends to.
 
         """
+        if self.is_final:
+            told = [(call, validated) for call, validated in self._passes[-2].items() if validated.is_rejected]
+            return [replace(_finding(rank, call, one, None, miscompare), is_reproduced=True) for call, one in told]
         before, now = self._passes[-2:]
         return [
             _finding(rank, call, before.get(call), now.get(call), miscompare)
@@ -110,6 +117,7 @@ def _finding(
         fatal=told.fatal,
         expected=told.expected,
         shared=told.shared,
+        micro_batch=told.micro_batch,
         rerun_value=None if again is None else plain(again.result),
         is_reproduced=is_reproduced,
         is_still_bad=again is not None and again.is_rejected,

@@ -12,11 +12,11 @@ import torch
 
 from lightning_ft.elastic.checks import check_count
 from lightning_ft.errors import ResultRejectedError
-from lightning_ft.rerun.baseline import Baseline
 from lightning_ft.rerun.comparison import as_number, relative_difference
 from lightning_ft.rerun.data_iterator import RerunDataIterator
 from lightning_ft.rerun.error_injector import RerunErrorInjector
-from lightning_ft.rerun.findings import Answer, Finding, SecondOpinion, after_resumption, diagnosed, next_move, of_culprits
+from lightning_ft.rerun.findings import Finding, SecondOpinion, after_resumption, diagnosed, next_move, of_culprits
+from lightning_ft.rerun.large_values import LargeValues
 from lightning_ft.rerun.passes import Compare, Passes, Validated
 from lightning_ft.rerun.random_state import random_state, set_random_state
 from lightning_ft.rerun.ranks import DefaultRanks, Ranks
@@ -28,7 +28,8 @@ from lightning_ft.rerun.states import (
     RerunState,
     RerunValidationStatus,
 )
-from lightning_ft.rerun.statistics import DeterminismStatistics, table
+from lightning_ft.rerun.statistics import DeterminismStatistics, merged, table
+from lightning_ft.rerun.suspicion import Suspicion
 from lightning_ft.rerun.tracker import UNKNOWN_JOB, Tracker, read_iterations_to_skip
 
 log = logging.getLogger(__name__)
@@ -117,17 +118,14 @@ class RerunStateMachine:
         self._save, self._restore = state_save_func, state_restore_func
         self._restores_random_state = restores_random_state
         self._max_reruns, self._stats_interval = max_reruns, stats_interval
-        self._where = [platform.node(), device]
         self._saved: Any = None
         self._passes = Passes()
-        self._origins: dict[int, list[str]] = {}
-        self._iterator_states: dict[int, Any] = {}
-        self._random_states: dict[int, Any] = {}
-        self._baselines: dict[str, Baseline] = {}
+        self._suspicion = Suspicion([platform.node(), device])
+        self._large_values = LargeValues()
         self._tracker: Tracker | None = None
         if result_rejected_tracker_filename is not None:
             job = job or os.environ.get("SLURM_JOBID") or os.environ.get("TORCHELASTIC_RUN_ID") or UNKNOWN_JOB
-            self._tracker = Tracker(result_rejected_tracker_filename, node=self._where[0], device=device, job=job)
+            self._tracker = Tracker(result_rejected_tracker_filename, node=platform.node(), device=device, job=job)
 
     # Modes.
 
@@ -182,6 +180,10 @@ class RerunStateMachine:
         self.state = RerunState.NOT_RUNNING_YET
         self._clear()
 
+    def give_up_rerun(self) -> None:
+        """Say, alike on all ranks and in place of a rerun, that the step can't be run again."""
+        self._passes.is_final = True
+
     @contextmanager
     def apart(self) -> Iterator[Passes]:
         """Record what is validated meanwhile in what this yields: it is of a step that is run for somebody else."""
@@ -204,6 +206,7 @@ class RerunStateMachine:
         *,
         expected: str = "",
         shared: bool = False,
+        micro_batch: int | None = None,
     ) -> bool:
         """Validate one result of the step; return whether it was accepted.
 
@@ -216,6 +219,7 @@ class RerunStateMachine:
             fatal: Whether a bad result must not be applied.
             expected: What it should have been, for a reader.
             shared: Whether it is the same on all ranks by its nature.
+            micro_batch: Of which micro-batch of the step it is, from 0; default: of the whole step.
 
         Raises:
             ResultRejectedError: If it is rejected and fatal, and the mode is ``disabled``.
@@ -239,7 +243,8 @@ class RerunStateMachine:
             )
         result = result.detach().clone() if isinstance(result, torch.Tensor) else result
         compare = comparison_func or relative_difference
-        self._passes.add(message, Validated(result, is_rejected, fatal, compare, tolerance, expected, shared))
+        validated = Validated(result, is_rejected, fatal, compare, tolerance, expected, shared, micro_batch)
+        self._passes.add(message, validated)
         if is_rejected and self.state == RerunState.INITIAL_RUN:
             self._track(RerunValidationStatus.INITIAL_RUN, result, message)
         return not is_rejected
@@ -259,35 +264,23 @@ class RerunStateMachine:
             resample: Whether to begin anew.
 
         """
-        if threshold <= 1:
-            raise ValueError(f"`is_unexpectedly_large(threshold={threshold!r})` is not valid: expected more than 1.")
+        remember = self.state == RerunState.INITIAL_RUN
         value = abs(as_number(result))
-        baseline = self._baselines.get(context)
-        if baseline is None or baseline.window != max(num_samples, 8) or resample:
-            window = max(num_samples, 8)
-            baseline = Baseline(jump=threshold - 1.0, window=window, warm_up=min(20, window))
-            self._baselines[context] = baseline
-        judgement = baseline.judge(value)
-        if self.state == RerunState.INITIAL_RUN and not judgement.is_bad:
-            baseline.take(value)  # a rerun sees the same again
-        return judgement.kind == "spike"
+        return self._large_values.judge(value, threshold, context, num_samples, resample=resample, remember=remember)
 
     # Checkpoints.
 
     def state_dict(self, data_iterator: Iterators = None) -> dict[str, Any]:
         """Collective. Return the state: always of the same structure, plain data, useful with any number of ranks."""
         is_suspicious = self.state == RerunState.WILL_RERUN_FROM_CHECKPOINT
-        iterators = [iterator.state_dict() for iterator in _as_list(data_iterator)]
-        told = self.ranks.gather((self.ranks.rank, self._where, iterators, random_state())) if is_suspicious else []
+        suspicion = self._suspicion
         return {
             "mode": self._mode.value,
             "state": int(self.state if is_suspicious else RerunState.NOT_RUNNING_YET),
             "current_iteration": self.current_iteration,
             "findings": [finding.state_dict() for finding in self.findings] if is_suspicious else [],
-            "origins": {rank: where for rank, where, _, _ in told},
-            "data_iterators": {rank: states for rank, _, states, _ in told},
-            "random_states": {rank: random for rank, _, _, random in told},
-            "baselines": {context: [b.jump, b.window, b.state_dict()] for context, b in self._baselines.items()},
+            **(suspicion.collect(self.ranks, _as_list(data_iterator)) if is_suspicious else suspicion.none()),
+            "baselines": self._large_values.state_dict(),
             "error_injector": self.error_injector.state_dict(),
         }
 
@@ -297,12 +290,8 @@ class RerunStateMachine:
         self.current_iteration = state["current_iteration"]
         self.state = RerunState(state["state"])
         self.findings = [Finding.of_state(finding) for finding in state["findings"]]
-        self._origins = {int(rank): list(where) for rank, where in state["origins"].items()}
-        self._iterator_states = {int(rank): states for rank, states in state["data_iterators"].items()}
-        self._random_states = {int(rank): random for rank, random in state["random_states"].items()}
-        for context, (jump, window, values) in state["baselines"].items():
-            self._baselines[context] = Baseline(jump=jump, window=window, warm_up=min(20, window))
-            self._baselines[context].load_state_dict(values)
+        self._suspicion.load(state)
+        self._large_values.load_state_dict(state["baselines"])
         self.error_injector.load_state_dict(state["error_injector"])
 
     @staticmethod
@@ -330,11 +319,7 @@ class RerunStateMachine:
         return True
 
     def _begin_after_resumption(self, iterators: list[RerunDataIterator]) -> bool:
-        for iterator, state in zip(iterators, self._iterator_states.get(self._runs_for, ()), strict=False):
-            iterator.load_state_dict(state)
-            iterator.rewind()
-        if self._runs_for in self._random_states:
-            set_random_state(self._random_states[self._runs_for])
+        self._suspicion.begin(self._runs_for, iterators)
         self._clear()
         self.state = RerunState.RERUNNING_FROM_CHECKPOINT
         return True
@@ -377,7 +362,7 @@ class RerunStateMachine:
             return self._rerun_in_place(iterators)
         culprits = of_culprits(everybody)
         for finding in culprits:
-            if finding.rank == rank:
+            if finding.rank == rank and not self._passes.is_final:
                 same = finding.is_reproduced
                 status = RerunValidationStatus
                 told = status.FIRST_RERUN_REPRODUCIBLE if same else status.FIRST_RERUN_NOT_REPRODUCIBLE
@@ -397,22 +382,8 @@ class RerunStateMachine:
 
     def _decide_after_resumption(self) -> bool:
         """Collective. Compare what another device computed with what is in the checkpoint."""
-        answers: dict[int, Answer] = {}
-        for index, finding in enumerate(self.findings):
-            again = self._passes.newest(finding.call)
-            if finding.rank != self._runs_for or again is None:
-                continue
-            is_same = self._compare(again.compare, finding.value, again.result) <= again.tolerance
-            is_bad = again.is_rejected and again.fatal
-            answers[index] = "same" if is_same else "bad" if is_bad else "different"
-            if self._origins.get(finding.rank) == self._where:
-                answers[index] = "same_device"
-                continue
-            told = RerunValidationStatus
-            status = told.SECOND_RERUN_REPRODUCIBLE if is_same else told.SECOND_RERUN_NOT_REPRODUCIBLE
-            self._track(status, again.result, finding.message)
-        heard = self.ranks.gather(answers)
-        verdict, self.findings = after_resumption(self.findings, heard)
+        answers = self._suspicion.answers(self.findings, self._runs_for, self._passes, self._compare, self._track)
+        verdict, self.findings = after_resumption(self.findings, self.ranks.gather(answers))
         if verdict == "go_on":
             return self._end()
         if verdict == "elsewhere":
@@ -435,11 +406,7 @@ class RerunStateMachine:
 
     def report_statistics(self) -> str:
         """Collective. Log, on rank 0, how far results of all ranks differed between a step and its rerun; return that."""
-        merged: dict[str, DeterminismStatistics] = {}
-        for statistics in self.ranks.gather(self.statistics):
-            for name, values in statistics.items():
-                merged.setdefault(name, DeterminismStatistics()).merge(values)
-        text = table(merged)
+        text = table(merged(self.ranks.gather(self.statistics)))
         if self.ranks.rank == 0:
             log.info("Relative differences between a step and its rerun, after %s steps:\n%s", self.current_iteration, text)
         return text

@@ -1,5 +1,7 @@
 """How far apart values are that were computed twice, over a training."""
 
+from collections.abc import Iterable, Mapping
+
 from lightning_ft.elastic.checks import check_count
 
 _QUANTILES = ((0.5, "p50"), (0.9, "p90"), (0.99, "p99"), (0.999, "p99.9"))
@@ -49,6 +51,15 @@ class DeterminismStatistics:
             index = int(part * (total - 1)) - self.num_zeros if total else -1
             row[name] = ordered[min(index, len(ordered) - 1)] if index >= 0 and ordered else 0.0
         return {**row, "max": self.largest}
+
+
+def merged(of_ranks: Iterable[Mapping[str, DeterminismStatistics]]) -> dict[str, DeterminismStatistics]:
+    """Return the statistics of all ranks together, by value."""
+    result: dict[str, DeterminismStatistics] = {}
+    for statistics in of_ranks:
+        for name, values in statistics.items():
+            result.setdefault(name, DeterminismStatistics()).merge(values)
+    return result
 
 
 def table(statistics: dict[str, DeterminismStatistics]) -> str:

@@ -19,6 +19,12 @@ OVERFLOW = "gradient norm overflows in half precision"
 _PATIENCE = 10
 
 
+def as_numbers(values: Sequence[Tensor]) -> list[float]:
+    """Return tensors of one element as numbers, all at once: each would wait for the device."""
+    numbers: list[float] = torch.stack([v.detach().double().reshape(()) for v in values]).tolist() if values else []
+    return numbers
+
+
 class StepValidation:
     """Tells what losses and gradient norms are usual, and has those of each step validated against that.
 
@@ -33,40 +39,47 @@ class StepValidation:
         self._newest: list[tuple[str, float]] = []
 
     def validate(
-        self, machine: RerunStateMachine, losses: Sequence[Tensor], norm: Tensor | None, *, scale: float | None
+        self,
+        machine: RerunStateMachine,
+        losses: Sequence[tuple[int, Tensor]],
+        norm: Tensor | None,
+        *,
+        scale: float | None,
     ) -> None:
         """Have the values of a pass validated.
 
         Args:
             machine: Validates them.
-            losses: Those of the micro-batches that count on this rank.
+            losses: Those of the micro-batches that count on this rank, each with its place in the step.
             norm: Of the averaged gradient, the same on all ranks; None if there is none.
             scale: By how much a GradScaler has the gradient too large; None without one.
 
         """
-        tensors = [*losses, *([] if norm is None else [norm])]
-        # All at once: each would wait for the device.
-        numbers = torch.stack([t.detach().double().reshape(()) for t in tensors]).tolist() if tensors else []
-        names = [LOSS] * len(losses) + [NORM] * (norm is not None)
-        if norm is not None and scale is not None:
-            numbers[-1] /= scale
-        may_overflow = scale is not None and all(map(math.isfinite, numbers[: len(losses)]))
-        self._newest = list(zip(names, numbers, strict=True))
-        for name, number in self._newest:
-            self._validate_one(machine, name, number, may_overflow=may_overflow and name == NORM)
+        numbers = as_numbers([*(loss for _, loss in losses), *([] if norm is None else [norm])])
+        measured: list[tuple[str, float, int | None]] = [
+            (LOSS, number, place) for number, (place, _) in zip(numbers, losses, strict=False)
+        ]
+        may_overflow = scale is not None and all(math.isfinite(number) for _, number, _ in measured)
+        if norm is not None:
+            measured.append((NORM, numbers[-1] / (scale or 1.0), None))
+        self._newest = [(name, number) for name, number, _ in measured]
+        for name, number, place in measured:
+            self._validate_one(machine, name, number, place, may_overflow=may_overflow and name == NORM)
 
-    def _validate_one(self, machine: RerunStateMachine, name: str, number: float, *, may_overflow: bool) -> None:
+    def _validate_one(
+        self, machine: RerunStateMachine, name: str, number: float, place: int | None, *, may_overflow: bool
+    ) -> None:
         judgement: Judgement = self._baselines[name].judge(number)
         tolerance, shared = self._tolerance, name == NORM
-        fatal_name = OVERFLOW if may_overflow else name
         machine.validate_result(
             number,
             lambda value: not math.isfinite(value),
-            fatal_name,
+            OVERFLOW if may_overflow else name,
             tolerance=tolerance,
             fatal=not may_overflow,
             expected="a finite number",
             shared=shared,
+            micro_batch=place,
         )
         machine.validate_result(
             number,
@@ -76,6 +89,7 @@ class StepValidation:
             fatal=False,
             expected=f"at most {judgement.high:.6g}",
             shared=shared,
+            micro_batch=place,
         )
 
     def accept(self) -> None:
