@@ -6,5 +6,14 @@ from lightning_ft.callbacks.replica_checksums import ReplicaChecksums
 from lightning_ft.callbacks.rerun_validation import RerunValidation
 from lightning_ft.callbacks.tensor_dump import TensorDump
 from lightning_ft.callbacks.training_health import TrainingHealth
+from lightning_ft.loops.rolling_replay import ReplayOptions
 
-__all__ = ["AsyncCheckpoint", "LoaderPosition", "ReplicaChecksums", "RerunValidation", "TensorDump", "TrainingHealth"]
+__all__ = [
+    "AsyncCheckpoint",
+    "LoaderPosition",
+    "ReplayOptions",
+    "ReplicaChecksums",
+    "RerunValidation",
+    "TensorDump",
+    "TrainingHealth",
+]

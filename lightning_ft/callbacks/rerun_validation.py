@@ -12,9 +12,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.optim import LBFGS
 from typing_extensions import override
 
-from lightning_ft.elastic.checks import check_choice
+from lightning_ft.elastic.checks import check_choice, check_type
 from lightning_ft.loops.rejections import Rejections
 from lightning_ft.loops.rerun_checkpoint import RerunCheckpoint
+from lightning_ft.loops.rolling_replay import ReplayOptions
 from lightning_ft.loops.validated_steps import ValidatedSteps
 from lightning_ft.rerun.findings import SecondOpinion
 from lightning_ft.rerun.policy import Policy
@@ -53,6 +54,7 @@ class RerunValidation(Callback):
         tolerance: By what part two runs of a step may differ and still count as the same.
         tracker_file: Where rejected values are written down, a line each. Steps in which the same rank failed in several
             jobs are left out: their batches are trained without effect.
+        replay: How far back, and when, earlier steps are run again to find where values began to be wrong; None: never.
 
     Raises:
         ValueError: If an argument is not valid.
@@ -74,6 +76,7 @@ class RerunValidation(Callback):
         without_opinion: Literal["checkpoint", "assume_correct"] = "checkpoint",
         tolerance: float = 1e-3,
         tracker_file: str | None = None,
+        replay: ReplayOptions | None = None,
     ) -> None:
         check_choice("RerunValidation", "mode", mode, [m.value for m in RerunMode])
         self.mode = RerunMode(mode)
@@ -82,6 +85,9 @@ class RerunValidation(Callback):
             raise ValueError(f"`RerunValidation(tolerance={tolerance!r})` is not valid: expected a number from 0 to 2.")
         self.tolerance = float(tolerance)
         self.tracker_file = tracker_file
+        if replay is not None:
+            check_type("RerunValidation", "replay", replay, ReplayOptions, "`ReplayOptions` or None")
+        self.replay = replay
         self.second_opinion: SecondOpinion | None = None
         """Asks another device about values that this one computed twice, in place of the other replicas."""
         self.machine: RerunStateMachine | None = None
@@ -95,6 +101,11 @@ class RerunValidation(Callback):
     def rows(self) -> deque[dict[str, Any]]:
         """What was rejected: step, rank, value, expected range, verdict and what was done about it; the newest ones."""
         return self._rejections.rows
+
+    @property
+    def replays(self) -> deque[dict[str, Any]]:
+        """What came out when earlier steps were run again: in which step, in what and on which ranks they differ first."""
+        return self._rejections.replays
 
     @property
     def counts(self) -> dict[str, int]:
@@ -154,8 +165,14 @@ class RerunValidation(Callback):
             self._rejections,
             self._checkpoint,
             trainer.strategy.broadcast(skipped),  # who comes back later finds more lines in the file
+            self.replay,
         )
         self._steps.second_opinion = self.second_opinion
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._steps is not None:
+            self._steps.end_training()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

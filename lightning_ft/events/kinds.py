@@ -100,7 +100,12 @@ KINDS: Mapping[str, Kind] = {
     "rejection": Kind(
         "a value of a step was rejected",
         {"step": int, "epoch": int, "batch_idx": int, "rank": int, "name": str, "verdict": str, "action": str},
-        {"value": object, "rerun_value": object, "expected": str},
+        {"value": object, "rerun_value": object, "expected": str, "since_step": int, "since_ranks": list},
+    ),
+    "replay": Kind(
+        "earlier steps were run again to find where values began to be wrong",
+        {"step": int, "first": int, "began": int | None, "ranks": list, "what": _TEXT},
+        {"value": _NUMBER | None, "replayed": _NUMBER | None, "names": list},
     ),
     "metrics": Kind("values of a step, the same on all ranks", {"step": int}, open=True),
     "verdict": Kind(

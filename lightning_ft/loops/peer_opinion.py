@@ -5,7 +5,7 @@ import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_ft.loops.own_gradient import OwnGradient
 from lightning_ft.loops.step_state import StepState
 from lightning_ft.loops.window import MicroBatch, StepWindow
 from lightning_ft.rerun.findings import Finding
@@ -24,7 +25,7 @@ from lightning_ft.rerun.gradient_norm import gradient_norm
 from lightning_ft.rerun.passes import Passes
 from lightning_ft.rerun.state_machine import RerunStateMachine
 from lightning_ft.rerun.states import RerunDiagnostic
-from lightning_ft.rerun.step_values import StepValidation
+from lightning_ft.rerun.step_values import StepValidation, measure
 from lightning_ft.trainer.slots import gather_by_slot, slot_of
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class PeerOpinion:
         window: The step.
         machine: Validates it.
         values: What is validated of each pass.
+        own_gradient: Measures gradients; None if no rank has one of its own.
 
     """
 
@@ -73,12 +75,14 @@ class PeerOpinion:
         window: StepWindow,
         machine: RerunStateMachine,
         values: StepValidation,
+        own_gradient: OwnGradient | None,
     ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
         self._window = window
         self._machine = machine
         self._values = values
+        self._own_gradient = own_gradient
         self.blamed: dict[int, int] = {}
         """The slots that compute wrongly, with their ranks, as of the last time that somebody asked."""
 
@@ -155,13 +159,17 @@ class PeerOpinion:
                     arguments["batch_idx"] = there["batch_idx"]
                 foreign = MicroBatch(batch, arguments, here.begin, is_inner=True, is_own=there["is_own"], seen=batch)
                 _set_rng_states(there["random"])
-                self._window.run_apart(foreign)
+                with nullcontext() if self._own_gradient is None else self._own_gradient.measured():  # the last one counts
+                    self._window.run_apart(foreign)
                 if foreign.is_own and foreign.loss is not None:
                     losses.append((place, foreign.loss))
             scaler = getattr(self._trainer.precision_plugin, "scaler", None)
             scale = None if scaler is None else float(scaler.get_scale())
             norm = gradient_norm(self._pl_module.parameters())
-            copy(self._values).validate(self._machine, losses, None, scale=scale)  # which keeps the newest values
+            is_own = bool(passes) and passes[-1]["is_own"]
+            own_norm = self._own_gradient.norm if is_own and self._own_gradient is not None else None
+            values = copy(self._values)  # which keeps the newest ones
+            values.validate(self._machine, measure(losses, None, own_norm, scale))
         return math.nan if norm is None else float(norm) / (scale or 1.0), validated
 
     @contextmanager

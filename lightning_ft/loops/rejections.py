@@ -22,10 +22,17 @@ class Rejections:
 
     def __init__(self) -> None:
         self.rows: deque[dict[str, Any]] = deque(maxlen=_MAX_ROWS)
+        self.replays: deque[dict[str, Any]] = deque(maxlen=_MAX_ROWS)
+        """What came out when steps before were run again."""
         self.counts = {"rejections": 0, **{diagnostic.value: 0 for diagnostic in RerunDiagnostic}}
 
     def report(
-        self, trainer: Trainer, findings: Sequence[Finding], micro_batches: Sequence[MicroBatch], action: str
+        self,
+        trainer: Trainer,
+        findings: Sequence[Finding],
+        micro_batches: Sequence[MicroBatch],
+        action: str,
+        found: Mapping[str, Any] | None = None,
     ) -> None:
         """Tell what was rejected in the step under way.
 
@@ -34,13 +41,14 @@ class Rejections:
             findings: What was rejected, on all ranks.
             micro_batches: Those of the step.
             action: What becomes of the step.
+            found: What came out when the steps before it were run again.
 
         """
         batches = [micro_batch.arguments["batch_idx"] for micro_batch in micro_batches]
         events = getattr(trainer.strategy, "events", None)
         for finding in findings:
             verdict = "undecided" if finding.diagnostic is None else finding.diagnostic.value
-            row = {
+            row: dict[str, Any] = {
                 "step": trainer.global_step + 1,
                 "epoch": trainer.current_epoch,
                 "batch_idx": batches[-1 if finding.micro_batch is None else finding.micro_batch],
@@ -52,6 +60,8 @@ class Rejections:
                 "verdict": verdict,
                 "action": "rerun" if finding.diagnostic == RerunDiagnostic.TRANSIENT_ERROR else action,
             }
+            if found is not None and found["began"] is not None:
+                row |= {"since_step": found["began"], "since_ranks": found["ranks"]}
             self.rows.append(row)
             self.counts["rejections"] += 1
             self.counts[verdict] = self.counts.get(verdict, 0) + 1
@@ -68,9 +78,13 @@ def describe(row: Mapping[str, Any]) -> str:
     """Return a line that says what was rejected, what it turned out to be, and what was done about it."""
     expected = f", expected {row['expected']}" if row["expected"] else ""
     again = "" if row["rerun_value"] is None else f", run again {_short(row['rerun_value'])}"
+    since = ""
+    if "since_step" in row:
+        since = f"; something is wrong since step {row['since_step']} on rank {', '.join(map(str, row['since_ranks']))}"
+    verdict, action = (str(row[name]).replace("_", " ") for name in ("verdict", "action"))
     return (
         f"Step {row['step']} (batch {row['batch_idx']} of epoch {row['epoch']}): {row['name']} on rank {row['rank']}:"
-        f" {_short(row['value'])}{expected}{again}; {row['verdict'].replace('_', ' ')}, {row['action'].replace('_', ' ')}."
+        f" {_short(row['value'])}{expected}{again}; {verdict}, {action}{since}."
     )
 
 

@@ -10,17 +10,19 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_ft.loops.checked_gradients import check_gradients_with
+from lightning_ft.loops.measured_pass import measure_pass
+from lightning_ft.loops.own_gradient import OwnGradient
 from lightning_ft.loops.peer_opinion import PeerOpinion, with_culprits
 from lightning_ft.loops.rejections import Rejections
 from lightning_ft.loops.rerun_checkpoint import RerunCheckpoint
+from lightning_ft.loops.rolling_replay import ReplayOptions, RollingReplay
 from lightning_ft.loops.window import StepWindow
 from lightning_ft.rerun.exit import RerunExit
 from lightning_ft.rerun.findings import Finding, SecondOpinion
-from lightning_ft.rerun.gradient_norm import gradient_norm
 from lightning_ft.rerun.policy import SKIPS, Policy
 from lightning_ft.rerun.state_machine import RerunStateMachine
 from lightning_ft.rerun.states import EXIT_CODE_FAILED_ON_RESULT_VALIDATION, RerunDiagnostic, RerunState
-from lightning_ft.rerun.step_values import StepValidation
+from lightning_ft.rerun.step_values import Measured, StepValidation
 from lightning_ft.trainer.slots import exclude, is_elastic
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class ValidatedSteps:
         rejections: Where these are reported.
         checkpoint: Saves those that another device is to tell about.
         skipped: Steps, counted from 1, that are left out.
+        replay: How far back, and when, earlier steps are run again; None: never.
 
     """
 
@@ -51,6 +54,7 @@ class ValidatedSteps:
         rejections: Rejections,
         checkpoint: RerunCheckpoint,
         skipped: Collection[int],
+        replay: ReplayOptions | None,
     ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
@@ -65,7 +69,15 @@ class ValidatedSteps:
         """Asks another device in place of the other replicas."""
         machine.second_opinion = self._opinion
         self.window = StepWindow(trainer, pl_module, self._begin, machine.abandon)
-        self._peers = PeerOpinion(trainer, pl_module, self.window, machine, values)
+        self._own_gradient = OwnGradient(pl_module) if trainer.num_devices * trainer.num_nodes > 1 else None
+        self._peers = PeerOpinion(trainer, pl_module, self.window, machine, values, self._own_gradient)
+        self._rolling: RollingReplay | None = None
+        if replay is not None:
+            self._rolling = RollingReplay(
+                trainer, pl_module, self.window, self._own_gradient, replay, values.tolerance, rejections.replays
+            )
+        self._measured: Sequence[Measured] = ()
+        self._found: dict[str, Any] | None = None
         self.window.watch()
         self._undo = check_gradients_with(trainer, self._checked)
 
@@ -74,6 +86,16 @@ class ValidatedSteps:
         self._undo()
         self._undo = lambda: None
         self.window.close()
+        if self._own_gradient is not None:
+            self._own_gradient.close()
+        if self._rolling is not None:
+            self._rolling.close()
+
+    def end_training(self) -> None:
+        """Collective. Run steps again that are still to be."""
+        if self._rolling is not None:
+            with self._machine.apart():
+                self._rolling.end_training()
 
     def validate(
         self,
@@ -94,11 +116,15 @@ class ValidatedSteps:
         )
 
     def _begin(self) -> None:
+        if self._rolling is not None and not self.window.micro_batches:
+            self._rolling.begin_step()
         self._machine.current_iteration = self._trainer.global_step
         self._machine.should_run_forward_backward()
 
     def _checked(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return what an optimizer is to call instead of ``closure``: it returns with gradients that may be applied."""
+        if self._own_gradient is not None:
+            closure = self._own_gradient.measuring(closure)
 
         def checked() -> Any:
             self.window.begin_last()
@@ -111,6 +137,7 @@ class ValidatedSteps:
             self._begin_resumed()
             self._validate()
             output = self._rerun(closure, output)
+            self._search()
             while self._exclude():
                 self._begin()
                 output = self._replay(closure)
@@ -123,7 +150,9 @@ class ValidatedSteps:
     def _leave_out(self) -> Any:
         log.info("Step %s is left out: the same rank failed in it in several jobs.", self._machine.current_iteration)
         output = self._skip("skip_batch")
-        self.window.abandon()
+        self._machine.abandon()
+        self._measured = ()
+        self._keep(is_applied=False)
         return output
 
     def _begin_resumed(self) -> None:
@@ -137,11 +166,11 @@ class ValidatedSteps:
 
     def _validate(self) -> None:
         """Collective if parameters are sharded. Validate the pass that is over."""
-        losses = [(i, m.loss) for i, m in enumerate(self.window.micro_batches) if m.is_own and m.loss is not None]
-        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
-        scale = None if scaler is None else float(scaler.get_scale())
-        norm = gradient_norm(self._pl_module.parameters())
-        self._values.validate(self._machine, losses, norm, scale=scale)
+        micro_batches = self.window.micro_batches
+        is_own = micro_batches[-1].is_own and not self.window.has_base
+        own_norm = None if self._own_gradient is None or not is_own else self._own_gradient.norm
+        self._measured = measure_pass(self._trainer, self._pl_module, micro_batches, own_norm)
+        self._values.validate(self._machine, self._measured)
 
     def _rerun(self, closure: Callable[[], Any], output: Any) -> Any:
         """Collective. Run the step again as long as that is worth it; return what the last run returned."""
@@ -157,6 +186,20 @@ class ValidatedSteps:
     def _replay(self, closure: Callable[[], Any]) -> Any:
         getattr(self._trainer.strategy, "average_anew", lambda: None)()
         return self.window.replay(closure)
+
+    def _search(self) -> None:
+        """Collective. Look for the cause of what came out the same again in the steps before."""
+        if self._rolling is None or not any(finding.is_reproduced for finding in self._machine.findings):
+            return
+        with self._machine.apart():
+            self._found = self._rolling.search(self._measured)
+
+    def _keep(self, *, is_applied: bool) -> None:
+        """Collective. Let later steps look back to this one, which is decided and not yet applied."""
+        if self._rolling is not None:
+            with self._machine.apart():
+                self._rolling.end_step(self._measured, is_applied=is_applied)
+        self.window.clear()
 
     def _exclude(self) -> bool:
         """Collective. Remove ranks that compute wrongly each time, if there are any; whether the step is to be run again."""
@@ -195,7 +238,7 @@ class ValidatedSteps:
             output = self._skip(action)
         else:
             self._values.accept()
-        self.window.clear()
+        self._keep(is_applied=action not in SKIPS)
         return output
 
     @property
@@ -213,7 +256,8 @@ class ValidatedSteps:
         return torch.zeros((), device=self._trainer.strategy.root_device) if is_lbfgs else None
 
     def _report(self, action: str) -> None:
-        self._rejections.report(self._trainer, self._machine.findings, self.window.micro_batches, action)
+        findings, found, self._found = self._machine.findings, self._found, None
+        self._rejections.report(self._trainer, findings, self.window.micro_batches, action, found)
 
     def _opinion(self, findings: Sequence[Finding]) -> Mapping[int, RerunDiagnostic] | None:
         """Collective. Ask another device, if there is one; else say what was asked to be assumed."""

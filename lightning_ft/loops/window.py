@@ -147,6 +147,11 @@ class StepWindow:
         self.micro_batches.append(micro_batch)
         return micro_batch
 
+    @property
+    def has_base(self) -> bool:
+        """Whether gradients of batches before a resumption are in the step."""
+        return bool(self._base)
+
     def index(self, micro_batch: MicroBatch) -> int | None:
         """Return which one of the step it is, from 0; None if it is somebody else's."""
         return next((i for i, own in enumerate(self.micro_batches) if own is micro_batch), None)
@@ -219,28 +224,38 @@ class StepWindow:
                 with self._with_batch(micro_batch):
                     if not micro_batch.is_inner:
                         return run_last()
-                    self._run_inner(micro_batch)
+                    self._run(micro_batch, is_last=False)
                 if micro_batch.end is not None:
                     differing |= micro_batch.end.changed()
         raise AssertionError("a step without a last pass")
 
-    def run_apart(self, micro_batch: MicroBatch) -> None:
-        """Collective. Run a pass that is none of the step's, as one that others follow."""
-        with self._with_batch(micro_batch):
-            self._run_inner(micro_batch)
+    def run_apart(self, micro_batch: MicroBatch, *, is_last: bool = False) -> Tensor | None:
+        """Collective. Run a pass that is none of the step under way.
 
-    def _run_inner(self, micro_batch: MicroBatch) -> None:
+        Args:
+            micro_batch: Of another step, or of another rank.
+            is_last: Whether gradients are averaged with it.
+
+        Returns:
+            What it was a pass of; None if ``training_step`` returned nothing.
+
+        """
+        with self._with_batch(micro_batch):
+            return self._run(micro_batch, is_last=is_last)
+
+    def _run(self, micro_batch: MicroBatch, *, is_last: bool) -> Tensor | None:
         results = self._trainer.fit_loop.epoch_loop._results
         kept = results.batch, results.batch_size
         results.batch, results.batch_size = micro_batch.batch, None
         as_batch = getattr(self._trainer.strategy, "as_batch", None)
         standing: AbstractContextManager[None] = nullcontext() if as_batch is None else as_batch(micro_batch.is_own)
-        with torch.enable_grad(), standing, _block_parallel_sync_behavior(self._trainer.strategy, block=True):
+        with torch.enable_grad(), standing, _block_parallel_sync_behavior(self._trainer.strategy, block=not is_last):
             result = self._loop._training_step(micro_batch.arguments)
             if result.closure_loss is not None:
                 optimizer = self._trainer.strategy._lightning_optimizers[0]
                 call._call_strategy_hook(self._trainer, "backward", result.closure_loss, optimizer)
         results.batch, results.batch_size = kept
+        return None if result.closure_loss is None else result.closure_loss.detach()
 
     @contextmanager
     def _with_batch(self, micro_batch: MicroBatch) -> Iterator[None]:

@@ -80,12 +80,26 @@ def next_move(findings: Sequence[Finding]) -> Literal["go_on", "run_again", "rep
 
 
 def of_culprits(findings: Sequence[Finding]) -> list[Finding]:
-    """Leave out averages if a rank's own value explains them: a fault of one rank is in the average of all."""
-    own = [finding for finding in findings if not finding.shared]
-    if own:
-        return own
-    once = {finding.call: finding for finding in reversed(findings)}  # the same on all ranks: told of the first
-    return list(once.values())
+    """Leave out values that follow from others: a loss spoils the gradient of its step, a rank the average of all."""
+    left = [finding for finding in findings if not any(_explains(cause, finding) for cause in findings)]
+    told: dict[object, Finding] = {}
+    for finding in left:  # an average is the same on all ranks: told of the first
+        told.setdefault(finding.call if finding.shared else (finding.rank, finding.call), finding)
+    return list(told.values())
+
+
+def _explains(cause: Finding, finding: Finding) -> bool:
+    """Whether one value follows from the other, which is as bad: else there is more to it."""
+    if finding.shared:
+        is_later = not cause.shared
+    else:  # a gradient of the whole step, after its losses
+        is_later = cause.rank == finding.rank and cause.micro_batch is not None and finding.micro_batch is None
+    return (
+        is_later
+        and cause.fatal >= finding.fatal
+        and cause.is_reproduced >= finding.is_reproduced
+        and cause.is_still_bad >= finding.is_still_bad
+    )
 
 
 def diagnosed(findings: Sequence[Finding], opinion: Mapping[int, RerunDiagnostic] | None) -> list[Finding]:

@@ -20,9 +20,9 @@ def gradient_norm(parameters: Iterable[Parameter]) -> Tensor | None:
             continue
         if isinstance(gradient, DTensor):
             key = (gradient.device_mesh, gradient.placements)
-            sharded.setdefault(key, (gradient, []))[1].append(_norm(gradient.to_local()))
+            sharded.setdefault(key, (gradient, []))[1].append(norm_of(gradient.to_local()))
         else:
-            plain.append(_norm(gradient))
+            plain.append(norm_of(gradient))
     squares = [torch.stack(plain).square().sum()] if plain else []
     for gradient, norms in sharded.values():
         square = torch.stack(norms).square().sum()
@@ -33,7 +33,8 @@ def gradient_norm(parameters: Iterable[Parameter]) -> Tensor | None:
     return torch.stack(squares).sum().sqrt() if squares else None
 
 
-def _norm(gradient: Tensor) -> Tensor:
+def norm_of(gradient: Tensor) -> Tensor:
+    """Return the 2-norm of one gradient, in double precision."""
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
     if not gradient.numel():

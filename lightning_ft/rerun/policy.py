@@ -47,6 +47,6 @@ class Policy:
             return "apply"  # what the rerun computed
         if finding.diagnostic == RerunDiagnostic.PERSISTENT_ERROR:
             return "stop"
-        if finding.message == OVERFLOW:
+        if finding.message.endswith(OVERFLOW):
             return "apply"  # which a GradScaler does not
         return self.on_correct if finding.fatal else self.on_spike

@@ -187,11 +187,12 @@ class RerunStateMachine:
     @contextmanager
     def apart(self) -> Iterator[Passes]:
         """Record what is validated meanwhile in what this yields: it is of a step that is run for somebody else."""
-        own, self._passes = self._passes, Passes()
+        own, self._passes, state = self._passes, Passes(), self.state
+        self.state = RerunState.RERUNNING_IN_PLACE
         try:
             yield self._passes
         finally:
-            self._passes = own
+            self._passes, self.state = own, state
 
     # Validation.
 

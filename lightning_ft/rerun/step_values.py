@@ -1,8 +1,9 @@
-"""The values of each step that are validated: the losses, and the norm of the gradient."""
+"""The values of each step that are validated: the losses, and the norms of the gradient, each rank's own and the average."""
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,51 @@ from lightning_ft.rerun.state_machine import RerunStateMachine
 
 log = logging.getLogger(__name__)
 
-LOSS, NORM = "loss", "gradient norm"
-OVERFLOW = "gradient norm overflows in half precision"
-"""A GradScaler does not apply such gradients, but lowers its scale."""
+LOSS, OWN_NORM, NORM = "loss", "own gradient norm", "gradient norm"
+OVERFLOW = "overflows in half precision"
+"""What is said of norms that a GradScaler does not let be applied; it lowers its scale."""
 _PATIENCE = 10
 
 
-def as_numbers(values: Sequence[Tensor]) -> list[float]:
-    """Return tensors of one element as numbers, all at once: each would wait for the device."""
-    numbers: list[float] = torch.stack([v.detach().double().reshape(()) for v in values]).tolist() if values else []
-    return numbers
+@dataclass(frozen=True)
+class Measured:
+    """A value of a step.
+
+    Args:
+        name: Which.
+        value: The value.
+        micro_batch: Of which micro-batch of the step, from 0; None: of the whole step.
+        may_overflow: Whether it is a norm that a GradScaler sees to if it is not finite.
+
+    """
+
+    name: str
+    value: float
+    micro_batch: int | None = None
+    may_overflow: bool = False
+
+
+def measure(
+    losses: Sequence[tuple[int, Tensor]], norm: Tensor | None, own_norm: Tensor | None, scale: float | None
+) -> list[Measured]:
+    """Return the values of a pass.
+
+    Args:
+        losses: Those of the micro-batches that count on this rank, each with its place in the step.
+        norm: Of the averaged gradient, the same on all ranks; None if there is none.
+        own_norm: Of this rank's own gradient; None if it is the same or not known.
+        scale: By how much a GradScaler has the gradient too large; None without one.
+
+    """
+    norms = [(name, value) for name, value in ((OWN_NORM, own_norm), (NORM, norm)) if value is not None]
+    tensors = [*(loss for _, loss in losses), *(value for _, value in norms)]
+    # All at once: each would wait for the device.
+    numbers = torch.stack([t.detach().double().reshape(()) for t in tensors]).tolist() if tensors else []
+    measured = [Measured(LOSS, number, place) for number, (place, _) in zip(numbers, losses, strict=False)]
+    may_overflow = scale is not None and all(math.isfinite(loss.value) for loss in measured)
+    for (name, _), number in zip(norms, numbers[len(losses) :], strict=True):
+        measured.append(Measured(name, number / (scale or 1.0), may_overflow=may_overflow))
+    return measured
 
 
 class StepValidation:
@@ -34,71 +70,47 @@ class StepValidation:
     """
 
     def __init__(self, tolerance: float) -> None:
-        self._tolerance = tolerance
-        self._baselines = {LOSS: Baseline(), NORM: Baseline()}
-        self._newest: list[tuple[str, float]] = []
+        self.tolerance = tolerance
+        self._baselines = {LOSS: Baseline(), OWN_NORM: Baseline.of_norms(), NORM: Baseline()}
+        self._newest: Sequence[Measured] = ()
 
-    def validate(
-        self,
-        machine: RerunStateMachine,
-        losses: Sequence[tuple[int, Tensor]],
-        norm: Tensor | None,
-        *,
-        scale: float | None,
-    ) -> None:
-        """Have the values of a pass validated.
+    def validate(self, machine: RerunStateMachine, measured: Sequence[Measured]) -> None:
+        """Have what was measured in a pass validated."""
+        self._newest = measured
+        for value in measured:
+            self._validate_one(machine, value)
 
-        Args:
-            machine: Validates them.
-            losses: Those of the micro-batches that count on this rank, each with its place in the step.
-            norm: Of the averaged gradient, the same on all ranks; None if there is none.
-            scale: By how much a GradScaler has the gradient too large; None without one.
-
-        """
-        numbers = as_numbers([*(loss for _, loss in losses), *([] if norm is None else [norm])])
-        measured: list[tuple[str, float, int | None]] = [
-            (LOSS, number, place) for number, (place, _) in zip(numbers, losses, strict=False)
-        ]
-        may_overflow = scale is not None and all(math.isfinite(number) for _, number, _ in measured)
-        if norm is not None:
-            measured.append((NORM, numbers[-1] / (scale or 1.0), None))
-        self._newest = [(name, number) for name, number, _ in measured]
-        for name, number, place in measured:
-            self._validate_one(machine, name, number, place, may_overflow=may_overflow and name == NORM)
-
-    def _validate_one(
-        self, machine: RerunStateMachine, name: str, number: float, place: int | None, *, may_overflow: bool
-    ) -> None:
-        judgement: Judgement = self._baselines[name].judge(number)
-        tolerance, shared = self._tolerance, name == NORM
+    def _validate_one(self, machine: RerunStateMachine, measured: Measured) -> None:
+        name, shared = measured.name, measured.name == NORM
+        judgement: Judgement = self._baselines[name].judge(measured.value)
         machine.validate_result(
-            number,
+            measured.value,
             lambda value: not math.isfinite(value),
-            OVERFLOW if may_overflow else name,
-            tolerance=tolerance,
-            fatal=not may_overflow,
+            f"{name} {OVERFLOW}" if measured.may_overflow else name,
+            tolerance=self.tolerance,
+            fatal=not measured.may_overflow,
             expected="a finite number",
             shared=shared,
-            micro_batch=place,
+            micro_batch=measured.micro_batch,
         )
         machine.validate_result(
-            number,
+            measured.value,
             lambda value: judgement.kind == "spike",
             f"{name} is unexpectedly large",
-            tolerance=tolerance,
+            tolerance=self.tolerance,
             fatal=False,
             expected=f"at most {judgement.high:.6g}",
             shared=shared,
-            micro_batch=place,
+            micro_batch=measured.micro_batch,
         )
 
     def accept(self) -> None:
         """Remember the values of the newest pass, unless they are bad: it was applied."""
-        for name, number in self._newest:
-            if not math.isfinite(number):
+        for measured in self._newest:
+            if not math.isfinite(measured.value):
                 continue
-            baseline = self._baselines[name]
-            baseline.observe(number)
+            name, baseline = measured.name, self._baselines[measured.name]
+            baseline.observe(measured.value)
             if baseline.num_flagged_in_a_row >= _PATIENCE:
                 log.warning(
                     "The %s was unexpectedly large, and correct, for %s steps: from now on that is usual.", name, _PATIENCE
@@ -112,4 +124,5 @@ class StepValidation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""
         for name, baseline in self._baselines.items():
-            baseline.load_state_dict(state[name])
+            if name in state:
+                baseline.load_state_dict(state[name])

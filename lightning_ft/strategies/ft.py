@@ -594,6 +594,26 @@ class FTStrategy(LiveRanks):
         with self._live.as_batch(is_own):
             yield
 
+    @contextmanager
+    def repeating(self) -> Generator[Callable[[Callable[[], Any]], Callable[[], Any]], None, None]:
+        """Collective. While this is entered, whole steps are run again that are over: nothing follows from their averages.
+
+        Yields what wraps the last pass of each.
+        """
+        assert self._steps is not None
+        with self._steps.repeating() as averaged:
+            yield averaged
+
+    @property
+    def sends_buffers(self) -> bool:
+        """Whether the next forward pass begins with the buffers of rank 0; may be set, alike on all ranks."""
+        return self._live is not None and self._live.buffers is not None and self._live.buffers.due
+
+    @sends_buffers.setter
+    def sends_buffers(self, sends: bool) -> None:
+        if self._live is not None and self._live.buffers is not None:
+            self._live.buffers.due = sends
+
     # Collectives.
 
     def gather_objects(self, obj: Any) -> list[Any] | None:

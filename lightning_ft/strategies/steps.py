@@ -57,6 +57,7 @@ class TrainingSteps:
         self._micro_batches: list[bool] = []  # since the last average: whether each counts
         self._num_extra = 0  # batches of missing replicas in the same time, which this rank ran
         self._reduced: Reduced | None = None
+        self._is_repeating = False
         self.checked: Callable[[Callable[[], Any]], Callable[[], Any]] = lambda closure: closure
         """Wraps what ends with averaged gradients, which it may run several times, alike on all ranks."""
 
@@ -90,6 +91,23 @@ class TrainingSteps:
                 yield
         finally:
             self._micro_batches = window
+
+    @contextmanager
+    def repeating(self) -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
+        """Collective. Average as ever, but let nothing follow from it: the passes are those of steps that are over.
+
+        Yields what wraps the last pass of such a step.
+        """
+        window, self._micro_batches = self._micro_batches, []
+        num_extra, self._num_extra, reduced = self._num_extra, 0, self._reduced
+        if self._live.memory is not None:
+            self._live.memory.fence()
+        self._is_repeating = True
+        try:
+            yield self._reducing
+        finally:
+            self._is_repeating = False
+            self._micro_batches, self._num_extra, self._reduced = window, num_extra, reduced
 
     def abandon(self) -> None:
         """Forget the window under way, whose gradients are gone."""
@@ -224,6 +242,8 @@ class TrainingSteps:
                 parameter.grad = None
         self._micro_batches.clear()
         self._num_extra = 0
+        if self._is_repeating:
+            return reduced
         if self._is_automatic and not self._find_unused_parameters:
             check_all_used(self._pl_module, reduced.unused)
         self._live.after_reduction(reduced)

@@ -1,7 +1,7 @@
 """A fit on one device with all that a rerun must restore, and faults for it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,8 @@ def fit(
     num_batches: int = 36,
     accumulate: int = 1,
     ckpt_path: str | None = None,
+    max_epochs: int = 1,
+    more: Sequence[Callback] = (),
     **options: Any,
 ) -> Training:
     seed_everything(3, verbose=False)
@@ -107,10 +109,10 @@ def fit(
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=1,
+        max_epochs=max_epochs,
         accumulate_grad_batches=accumulate,
         **QUIET,
-        callbacks=[outputs, *([] if validation is None else [validation])],
+        callbacks=[outputs, *more, *([] if validation is None else [validation])],
         **options,
     )
     trainer.fit(model, data, ckpt_path=ckpt_path)

@@ -146,10 +146,15 @@ def test_ranks_run_a_step_again_together_and_name_the_culprit(strategy: str, tmp
         known, transient, poisoned = result["no fault"], result["transient"], result["poisoned"]
         assert transient["weights"] == known["weights"]
         assert transient["metrics"] == known["metrics"]
-        assert (known["steps"], transient["steps"], transient["calls"]) == (9, 9, 27 + 9)
+        assert (known["steps"], transient["steps"], transient["calls"]) == (9, 9, 27 + 12)
+        is_whole = strategy in ("FTStrategy", "ddp")  # else no rank has a gradient of its own
+        names = [row["name"] for row in transient["rows"]]
+        gradient = ("own " if is_whole else "") + "gradient norm"
+        assert names == ["loss", "loss", gradient, "loss is unexpectedly large"]
         assert told(transient) == [
             (1, 2, 1, TRANSIENT, "rerun"),
             (5, 13, 0, TRANSIENT, "rerun"),
+            (7, 20, 1 if is_whole else 0, TRANSIENT, "rerun"),
             (9, 25, 1, TRANSIENT, "rerun"),
         ]
         assert poisoned["finite"]

@@ -36,7 +36,7 @@ def test_data_is_told_from_ranks_that_compute_wrongly_which_are_excluded_within_
     rows = [(e["step"], e["name"], e["verdict"], e["action"]) for e in job.events if e["event"] == "rejection"]
     assert list(dict.fromkeys(rows)) == [  # both batches of step 8 are wrong
         (1, "loss", "correct_result", "skip_batch"),
-        (5, "gradient norm", "persistent_error", "exclude"),
+        (5, "own gradient norm", "persistent_error", "exclude"),
         (8, "loss", "persistent_error", "exclude"),
     ]
     reasons = {e["slot"]: e["how"] for e in job.events if e["event"] == "exit" and "excluded" in e["how"]}

@@ -111,3 +111,15 @@ def test_a_step_in_which_two_jobs_failed_is_left_out_by_the_third(accumulate: in
         assert ours[1].calls == list(range(36))
         for (name, value), (_, expected) in zip(ours[1].state_dict().items(), known[1].state_dict().items(), strict=True):
             assert torch.equal(value, expected), name
+
+
+def test_a_loss_that_is_only_large_does_not_get_a_gradient_applied_that_is_not_finite() -> None:
+    def burst(loss: Tensor) -> Tensor:
+        loss = loss * 1e6
+        loss.register_hook(lambda gradient: gradient * math.inf)
+        return loss
+
+    validation = RerunValidation(without_opinion="assume_correct", on_spike="apply", on_correct="skip_batch")
+    _, model, _ = fit(validation, always(30, burst))
+    assert {(row["step"], row["action"]) for row in validation.rows} == {(31, "skip_batch")}
+    assert all(value.isfinite().all() for value in model.state_dict().values())

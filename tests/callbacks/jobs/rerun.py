@@ -31,7 +31,7 @@ INCARNATION = int(os.environ.get("LIGHTNING_FT_INCARNATION", 0))
 # scenario -> batch index -> slot -> what happens; once, or each time that the batch is run
 SCENARIOS: dict[str, dict[int, tuple[int, str, bool]]] = {
     "no fault": {},
-    "transient": {2: (1, "nan", True), 13: (0, "inf", True), 25: (1, "spike", True)},
+    "transient": {2: (1, "nan", True), 13: (0, "inf", True), 19: (1, "gradient", True), 25: (1, "spike", True)},
     "poisoned": {7: (1, "nan", False), 17: (0, "inf", False)},
     "none": {5: (1, "none", False), 8: (0, "nan", True)},
     "killed": {4: (1, "nan", True), 5: (2, "killed again", False)},
@@ -70,6 +70,9 @@ class Model(LightningModule):
         if kind == "killed again":
             if self.done.count(batch_idx) == 2 and INCARNATION == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+        if kind == "gradient":
+            loss.register_hook(lambda gradient: gradient * math.nan)
             return loss
         return {"nan": loss * math.nan, "inf": loss * math.inf, "spike": loss * 1e8, "none": None}[kind]
 

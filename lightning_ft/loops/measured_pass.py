@@ -1,0 +1,28 @@
+"""The values of the pass that is over, as far as they are validated."""
+
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from lightning_ft.loops.window import MicroBatch
+from lightning_ft.rerun.gradient_norm import gradient_norm
+from lightning_ft.rerun.step_values import Measured, measure
+
+
+def measure_pass(
+    trainer: Trainer, pl_module: LightningModule, micro_batches: Sequence[MicroBatch], own_norm: Tensor | None
+) -> list[Measured]:
+    """Collective if parameters are sharded. Return losses and gradient norms.
+
+    Args:
+        trainer: The trainer.
+        pl_module: Its module, with the averaged gradient.
+        micro_batches: Those of the step.
+        own_norm: The norm of what this rank contributed.
+
+    """
+    losses = [(i, m.loss) for i, m in enumerate(micro_batches) if m.is_own and m.loss is not None]
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    scale = None if scaler is None else float(scaler.get_scale())
+    return measure(losses, gradient_norm(pl_module.parameters()), own_norm, scale)
