@@ -13,8 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["abandon_pass", "leave_to_root", "missing_names", "move_units", "run_as_forward", "self_test"]
+__all__ = [
+    *("abandon_pass", "leave_to_root", "managed_parameters", "missing_names", "move_units", "run_as_forward", "self_test"),
+]
 
 _PARAM_NAMES = (
     *("_init_sharded_param", "_init_sharded_post_forward_param_metadata", "_init_extensions", "_setattr_on_modules"),
@@ -99,6 +102,21 @@ def leave_to_root(unit: Any) -> None:
     state = unit._get_fsdp_state()
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
+    policy = state._mp_policy
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        unit.register_forward_pre_hook(lambda _, *inputs: _cast(inputs, policy.param_dtype), prepend=True, with_kwargs=True)
+    if policy.output_dtype is not None:
+        unit.register_forward_hook(lambda _, args, output: _cast(output, policy.output_dtype))
+
+
+def _cast(nest: Any, dtype: torch.dtype) -> Any:
+    """Return ``nest`` with its floating point tensors as ``dtype``."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nest)
+
+
+def managed_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that FSDP2 shards."""
+    return (parameter.sharded_param for unit in _units(module) for group in _groups(unit) for parameter in group.fsdp_params)
 
 
 def _forget_placements() -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -36,12 +37,13 @@ def apply_plan(
 
     """
     policies: dict[str, Any] = {}
-    if options.mp_policy is not None:
-        policies["mp_policy"] = options.mp_policy
     if options.cpu_offload:
         policies["offload_policy"] = CPUOffloadPolicy()
     for unit in units:
         prepare(unit)
+        if options.mp_policy is not None:  # without parameters the root has nothing to cast the batch for
+            casts = options.mp_policy.cast_forward_inputs and (unit is not units[-1] or bool(unit.parameters))
+            policies["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=casts)
         if not isinstance(unit.module, FSDPModule):
             fully_shard(unit.module, mesh=mesh, reshard_after_forward=options.reshard_after_forward, **policies)
     accept_full_state(units[-1].module)

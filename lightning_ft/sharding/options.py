@@ -28,7 +28,8 @@ class ShardingOptions:
             units do, the root does not.
         cpu_offload: Whether shards, gradients and optimizer state stay in host memory. Not for a Trainer on CPU.
         mp_policy: Precision of gathered parameters and of reduced gradients. None: as they are; `precision="bf16-mixed"`
-            is autocast, as under ``ddp``.
+            is autocast, as under ``ddp``. What a unit is called with is cast; the batch is only if the root holds
+            parameters by itself.
         memory_snapshot_every_n_steps: Where one replica is all there is (`shard_size="all"`), its state is copied to host
             memory this often, and training goes on from there when a rank dies.
 
@@ -51,11 +52,18 @@ class ShardingOptions:
                 " names, a function of a module's name and the module, or None."
             )
         if self.reshard_after_forward is not None:
-            check_type(call, "reshard_after_forward", self.reshard_after_forward, bool, "True, False or None")
+            expected = "True, False or None; a number of ranks to share them among meanwhile is not supported"
+            check_type(call, "reshard_after_forward", self.reshard_after_forward, bool, expected)
         check_count(call, "memory_snapshot_every_n_steps", self.memory_snapshot_every_n_steps, least=1)
         check_type(call, "cpu_offload", self.cpu_offload, bool, "True or False")
         if self.mp_policy is not None:
             check_type(call, "mp_policy", self.mp_policy, MixedPrecisionPolicy, "a `MixedPrecisionPolicy`, or None")
+
+    @property
+    def casts(self) -> bool:
+        """Whether units compute in another precision than parameters have, and cast what they are called with."""
+        policy = self.mp_policy
+        return policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs
 
 
 def _are_classes(values: object) -> bool:

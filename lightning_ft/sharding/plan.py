@@ -45,10 +45,11 @@ def plan_units(module: Module, options: ShardingOptions, *, by_hand: bool = Fals
         module: A module whose parameters are plain.
         options: What the user chose.
         by_hand: Whether the module steps its optimizers by hand. Then no parameter may belong to the root, which is
-            gathered until the training step is over: each submodule becomes a unit.
+            gathered until the training step is over: each submodule becomes a unit. So it does if units cast their
+            inputs: those of the root are the whole batch, with the targets in it.
 
     """
-    if by_hand and options.units is None:
+    if (by_hand or options.casts) and options.units is None:
         chosen = dict(_callable_parts(module))
     elif options.units is None:
         chosen = dict(_repeated_blocks(module, ""))

@@ -54,6 +54,7 @@ from lightning_ft.strategies.launcher import ElasticLauncher
 from lightning_ft.strategies.live_ranks import LiveRanks
 from lightning_ft.strategies.live_training import LiveTraining
 from lightning_ft.strategies.module_parameters import ModuleParameters
+from lightning_ft.strategies.own_sharding import check_own_shards, explaining_dimensions
 from lightning_ft.strategies.prepare_data import prepare_data_elastically
 from lightning_ft.strategies.reduction import GradientReducer
 from lightning_ft.strategies.replica_memory import ReplicaMemory
@@ -289,6 +290,12 @@ class FTStrategy(LiveRanks):
         if not self.engine.alone:
             self._live.agree_on_slots()
 
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        with explaining_dimensions(f"FTStrategy(shard_size={self._shard_size!r})"):
+            yield
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -302,6 +309,7 @@ class FTStrategy(LiveRanks):
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         if self._sharding is None:
+            check_own_shards(self.lightning_module, None, f"FTStrategy(shard_size={self._shard_size!r})")
             self.model_to_device()
             self._make_alike([*self.model.parameters(), *self.model.buffers()])
         else:
@@ -310,7 +318,7 @@ class FTStrategy(LiveRanks):
                 warm_up(mesh)
             self.sharded = self._sharding.shard(self.lightning_module, mesh, self._make_alike)
             self._sharding.shard_copies(trainer, self.lightning_module, mesh)
-            self._evaluation = ShardedEvaluation(trainer, self.sharded, self.collectives)
+            self._evaluation = ShardedEvaluation(trainer, self.sharded, self.collectives, self.engine.shard_group)
         if fitting:
             self._steps = self._make_steps(self._live)
             self.setup_optimizers(trainer)
@@ -505,8 +513,12 @@ class FTStrategy(LiveRanks):
     on_test_end = on_predict_end = _end_evaluation
 
     def _before_evaluation_batch(self) -> None:
-        if self._live is not None:
+        if self._live is None:
+            return
+        if self._evaluation is None:
             self._live.preemption.before_evaluation_batch()
+        else:
+            self._live.preemption.before_evaluation_batch(self._evaluation.agree)
 
     def _before_forward(self) -> None:
         if self._live is not None and self._live.buffers is not None:
@@ -627,6 +639,12 @@ class FTStrategy(LiveRanks):
         return [pickle.loads(row.numpy().tobytes()) for row in self.collectives.all_gather_ragged(packed)]
 
     # Checkpoints.
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._evaluation is not None and self._live is not None and self._live.preemption.agreed:
+            self._evaluation.end()  # it was broken off, perhaps with gathered parameters
+        return super().lightning_module_state_dict()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:

@@ -7,6 +7,7 @@ travels with the reductions that run anyway; where there are none, in evaluation
 import logging
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -101,10 +102,16 @@ class Preemption:
         if self.ask_all("after validation"):
             self.agree()
 
-    def before_evaluation_batch(self) -> None:
-        """Break off an evaluation if this rank was asked to stop: it may go on for long without any collective."""
-        if self._signal is not None:
-            self._engine.interrupt(self._signal)
+    def before_evaluation_batch(self, agree: Callable[[int], int] = lambda number: number) -> None:
+        """Break off an evaluation if this rank was asked to stop: it may go on for long without any collective.
+
+        Args:
+            agree: Returns the largest number among the ranks that can leave the evaluation only together.
+
+        """
+        number = agree(self._signal or 0)
+        if number:
+            self._engine.interrupt(number)
 
     # The end.
 

@@ -3,9 +3,11 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_ft.elastic.collectives import Collectives
+from lightning_ft.elastic.shard_group import ShardGroup
 from lightning_ft.sharding.apply import ShardedModule
 
 
@@ -19,13 +21,15 @@ class ShardedEvaluation:
         trainer: The trainer.
         sharded: Its module.
         collectives: Of the live ranks.
+        group: Of the replica.
 
     """
 
-    def __init__(self, trainer: Trainer, sharded: ShardedModule, collectives: Collectives) -> None:
+    def __init__(self, trainer: Trainer, sharded: ShardedModule, collectives: Collectives, group: ShardGroup) -> None:
         self._trainer = trainer
         self._sharded = sharded
         self._collectives = collectives
+        self._group = group
         self._is_uneven = False
 
     def begin(self) -> None:
@@ -35,6 +39,16 @@ class ShardedEvaluation:
         self._is_uneven = bool(torch.isinf(counts).any()) or any(not torch.equal(row, counts) for row in gathered)
         if self._is_uneven:
             self._sharded.hold()
+            if not counts.any():
+                self.end()
+
+    def agree(self, number: int) -> int:
+        """Collective in the replica, as a step is. Return the largest number that any rank has which is in the step."""
+        if self._is_uneven or self._group.size() == 1:
+            return number
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        return int(largest)
 
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Collective in the replica, unless ranks have different numbers of batches. Run one step."""

@@ -34,7 +34,10 @@ class ShardedReducer(GradientReducer):
         result = self._engine.run(
             self._label, self._reduce, size=self._num_bytes, inline=self._inline, opened=pending, voted=True
         )
-        if result["averaged"]:
+        for bucket, flat in zip(self._buckets, result["buckets"], strict=False):
+            if flat is not bucket.flat:  # of the other set: the step was begun again after it had been reduced
+                bucket.flat.copy_(flat)
+        if result["buckets"]:
             self._write_back(set(result["untouched"]))
         elif result["scale"] != 1.0:
             with torch.no_grad():
@@ -75,7 +78,7 @@ class ShardedReducer(GradientReducer):
                 for bucket in self._buckets:
                     bucket.gradients.mul_(scale)
         return {
-            "averaged": group is not None and bool(self._buckets),
+            "buckets": [] if group is None else [bucket.flat for bucket in self._buckets],
             "scale": scale,
             "unused": [index for index, count in enumerate(used) if count < num_replicas],
             "untouched": [index for index, count in enumerate(used) if count == 0],

@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -18,6 +18,7 @@ from lightning_ft.sharding.materialize import MakeAlike, materialize
 from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.sharding.plan import Unit, plan_units
 from lightning_ft.strategies.gradient_norms import understand_shards
+from lightning_ft.strategies.own_sharding import check_own_shards, list_names
 from lightning_ft.strategies.sparse_gradients import sparse_parameters
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -103,16 +104,17 @@ class ReplicaSharding:
             accept_full_optimizer_state(optimizer)
 
     def _check(self, module: LightningModule, units: Sequence[Unit], mesh: DeviceMesh, *, by_hand: bool) -> None:
+        check_own_shards(module, mesh, self._call)
         root = units[-1]
         if by_hand and root.parameters:
             raise MisconfigurationException(
-                f"`{self._call}` with manual optimization: {_names(root.parameters)} can't be gathered for the whole"
+                f"`{self._call}` with manual optimization: {list_names(root.parameters)} can't be gathered for the whole"
                 " training step, in which optimizers change them. Move them into a submodule that `training_step` calls,"
                 " or use `FTStrategy(shard_size=1)`."
             )
         if scalars := [name for unit in units for name, parameter in unit.parameters.items() if parameter.dim() == 0]:
             raise MisconfigurationException(
-                f"`{self._call}`: {_names(scalars)} can't be sharded, being of no dimension. Make each a tensor of one"
+                f"`{self._call}`: {list_names(scalars)} can't be sharded, being of no dimension. Make each a tensor of one"
                 " element, `torch.nn.Parameter(value.reshape(1))`, or use `FTStrategy(shard_size=1)`."
             )
         if any(isinstance(callback, ModelPruning) for callback in getattr(module._trainer, "callbacks", ())):
@@ -147,8 +149,3 @@ def averaged_copies(trainer: Trainer) -> Iterator[Module]:
         copy = getattr(callback, "_average_model", None)
         if isinstance(copy, Module):
             yield copy.module if isinstance(copy, AveragedModel) else copy
-
-
-def _names(names: Sequence[str] | dict[str, Parameter]) -> str:
-    listed = list(names)
-    return ", ".join(f"`{name}`" for name in listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")

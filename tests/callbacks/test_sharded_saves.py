@@ -1,6 +1,7 @@
 """Checkpoints of modules that are sharded over the ranks of replicas: whole, written once, and loaded by whoever asks."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ def test_two_replicas_of_two_write_everything_once_and_resume_bit_for_bit(two_by
 
 
 def test_a_rank_killed_while_it_writes_costs_that_save_and_the_next_step_is_saved(two_by_two: JobResult) -> None:
-    message = "checkpoint of step 4 was not committed: rank 3 died before writing its part. Still intact: "
-    assert two_by_two.stderr.count(message) == 1
+    # The other rank of its replica is started again, too, perhaps before it wrote.
+    message = r"checkpoint of step 4 was not committed: (rank 3|ranks 2, 3) died before writing its part. Still intact: "
+    assert len(re.findall(message, two_by_two.stderr)) == 1
     killed = two_by_two.directory / "killed"
     steps = {int(path.stem.removeprefix("step=")) for path in killed.iterdir()}
     assert 4 not in steps

@@ -12,10 +12,13 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_ft import FTStrategy
 from lightning_ft.sharding.options import ShardingOptions
+from lightning_ft.strategies.own_sharding import check_own_shards, explaining_dimensions
 from lightning_ft.strategies.sharding import ReplicaSharding, resolve_shard_size
 from lightning_ft.testing import run_job, run_without_supervisor
 
@@ -49,7 +52,7 @@ def test_one_replica_of_all_ranks_learns_what_ddp_does_and_its_files_are_the_sam
         "functional": {"module": "Functional", "accumulate_grad_batches": 5},
         "twice": {"module": "Twice", "precision": "bf16-mixed", "gradient_clip_val": 0.1},
     }
-    theirs = train(tmp_path / "ddp", "ddp", 2, variants)
+    theirs = train(tmp_path / "ddp", "ddp", 2, {**variants, "policy": {"module": "ByHand"}})
     ours = train(
         tmp_path / "ft",
         "ft",
@@ -61,8 +64,10 @@ def test_one_replica_of_all_ranks_learns_what_ddp_does_and_its_files_are_the_sam
             "functional": {**variants["functional"], "shard_size": 2, "predict": 33},
             "twice": {**variants["twice"], "shard_size": 2},
             "late": {"module": "Late", "shard_size": 2},
+            "policy": {"module": "Reduced", "shard_size": 2, "policy": True, "reshard": False},
         },
     )
+    assert_alike(ours["policy"], theirs["policy"], tolerance=0.0)  # as a module that shards itself with the same policy
     for name in variants:
         assert_alike(ours[name], theirs[name], tolerance=0.0 if name in ("average", "functional") else 1e-5)
     assert_alike(ours["replicated"], theirs["resumed"], tolerance=0.0)
@@ -133,6 +138,14 @@ class Sparse(LightningModule):
         self.words = nn.Embedding(4, 2, sparse=True)
 
 
+class Parallel(LightningModule):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        fully_shard(self.net[0], mesh=mesh)
+        parallelize_module(self.net[1], mesh, ColwiseParallel())
+
+
 class Optimized(LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -151,6 +164,22 @@ class Optimized(LightningModule):
 def test_what_can_not_be_sharded_is_refused_before_it_trains(module: Any, error: str, mesh: DeviceMesh) -> None:
     with pytest.raises(MisconfigurationException, match=rf"`FTStrategy\(shard_size=2\)`.*{error}"):
         ReplicaSharding(2, ShardingOptions()).shard(module(), mesh, lambda tensors: None)
+
+
+def test_other_shards_than_those_of_the_replica_and_offloading_to_where_all_is_are_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(MisconfigurationException, match=r"shard_size=2\)`: .* sharded `net.1.weight`, `net.1.bias`"):
+        ReplicaSharding(2, ShardingOptions()).shard(Parallel(mesh), mesh, lambda tensors: None)
+    with pytest.raises(MisconfigurationException, match=r"`net.0.weight`.*`FTStrategy\(shard_size=...\)`"):
+        check_own_shards(Parallel(mesh), None, "FTStrategy(shard_size=1)")
+    with (
+        pytest.raises(MisconfigurationException, match=r'another dimension than "data_parallel".*`ModelParallelStrategy`'),
+        explaining_dimensions("FTStrategy(shard_size=2)"),
+    ):
+        mesh["tensor_parallel"]
+    with pytest.raises(MisconfigurationException, match="parameters are in host memory anyway"):
+        ReplicaSharding(2, ShardingOptions(cpu_offload=True)).shard(Optimized(), mesh, lambda tensors: None)
+    with pytest.raises(TypeError, match=r"reshard_after_forward=2\).*to share them among meanwhile is not supported"):
+        ShardingOptions(reshard_after_forward=2)  # type: ignore[arg-type]
 
 
 def test_a_sharded_module_and_its_optimizer_load_whole_tensors_and_others_are_refused(mesh: DeviceMesh) -> None:
@@ -184,3 +213,27 @@ def test_devices_are_divided_into_replicas() -> None:
         FTStrategy(0)
     with pytest.raises(TypeError, match="shard_size='both'"):
         FTStrategy("both")  # type: ignore[arg-type]
+
+
+class Tied(LightningModule):
+    """Its targets are not to be cast; ``training_step`` uses a layer's weight without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen = batch.dtype
+        self.outputs = self.head(self.net(batch))
+        return self.outputs.sum() + self.head.weight.sum()
+
+
+def test_units_cast_what_they_are_called_with_also_where_all_is_gathered_for_the_step(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    module = Tied()
+    sharded = ReplicaSharding(2, ShardingOptions(mp_policy=policy)).shard(module, mesh, lambda tensors: None)
+    for _ in range(2):
+        sharded.call("training_step", torch.ones(3, 2), 0).backward()
+        assert (module.seen, module.outputs.dtype) == (torch.float32, torch.float32)
+        assert isinstance(module.net.weight.grad, DTensor)
+        sharded.recover()

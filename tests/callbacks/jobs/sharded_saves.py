@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Model(LightningModule):
 
 
 class Faults(Callback):
-    """Has slot 3 killed when it is to write its second part, or asks slot 1 to stop."""
+    """Has slot 3 killed when it is to write its second part, in step 4, or asks slot 1 to stop."""
 
     def __init__(self, *, kill: bool = False, stop: bool = False, again: bool = False) -> None:
         self.kill, self.stop, self.again = kill, stop, again
@@ -60,6 +61,8 @@ class Faults(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         engine: Any = trainer.strategy.engine
+        if self.kill and (engine.slot, engine.incarnation, trainer.global_step) == (3, 0, 4):
+            threading.Event().wait()  # until it is killed: the others notice in step 5, be the writing ever so slow
         if self.stop and engine.slot == 1 and trainer.global_step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 

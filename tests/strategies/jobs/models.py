@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from typing import Any
 
 import torch
@@ -188,6 +189,31 @@ class GathersInValidation(Model):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.log("largest", self.all_gather(batch[0].amax()).max(), reduce_fx="max", sync_dist=True)
+
+
+class DiesOnceReduced(Callback):
+    """Kills two ranks when the gradients of a step are averaged; the others must find the same when they begin it again."""
+
+    victims = ((0, 1), (1, 0))  # slots, and which of their processes
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        averages: dict[int, list[Tensor]] = {}
+
+        def checking(closure: Any) -> Any:
+            def checked() -> Any:
+                loss = closure()
+                average = [parameter.grad.to_local().clone() for parameter in pl_module.parameters()]
+                before = averages.setdefault(trainer.global_step, average)
+                assert all(torch.equal(mine, other) for mine, other in zip(average, before, strict=True))
+                engine = trainer.strategy.engine
+                if trainer.global_step >= 8 and (engine.slot, engine.incarnation) in self.victims:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                trainer.strategy.barrier("checked")
+                return loss
+
+            return checked
+
+        trainer.strategy.check_gradients_with(checking)
 
 
 class Position(LoaderPosition):

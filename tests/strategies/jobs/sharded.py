@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +23,7 @@ from lightning_ft.sharding.options import ShardingOptions
 
 warnings.filterwarnings("ignore")
 NUM_SAMPLES = 144  # divided evenly by 2, 3 and 4 ranks
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Block(nn.Module):
@@ -115,7 +117,30 @@ class Late(Deep):
                     fully_shard(block, mesh=self.device_mesh["data_parallel"])
 
 
-MODULES = {"Deep": Deep, "Functional": Functional, "Twice": Twice, "Late": Late}
+class Reduced(Deep):
+    """Logs nothing that Lightning can't compute of gradients that are sharded."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+
+class ByHand(Reduced):
+    """Shards its layers by itself."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.first, FSDPModule):
+            for part in (self.first, *self.blocks, self.last):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"], mp_policy=POLICY)
+
+
+MODULES = {
+    "Deep": Deep,
+    "Functional": Functional,
+    "Twice": Twice,
+    "Late": Late,
+    "Reduced": Reduced,
+    "ByHand": ByHand,
+}
 
 
 def run(name: str, options: dict[str, Any], strategy: Any, devices: int) -> dict[str, Any]:
@@ -139,6 +164,9 @@ def run(name: str, options: dict[str, Any], strategy: Any, devices: int) -> dict
     )
     loader = DataLoader(samples, batch_size=3, shuffle=True)
     trainer.fit(module, loader, DataLoader(samples, batch_size=4), ckpt_path=resume)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
     found = {
         "weights": gather_full(module.state_dict()),
         "optimizer": gather_full(trainer.optimizers[0].state_dict()),
@@ -156,9 +184,12 @@ def run(name: str, options: dict[str, Any], strategy: Any, devices: int) -> dict
 
 def main(strategy: str, devices: int, variants: dict[str, dict[str, Any]]) -> None:
     for name, options in variants.items():
-        sharding = ShardingOptions(units=options.pop("units", None))
+        policy, reshard = POLICY if options.pop("policy", False) else None, options.pop("reshard", None)
+        sharding = ShardingOptions(units=options.pop("units", None), mp_policy=policy, reshard_after_forward=reshard)
         size = options.pop("shard_size", 1)
-        chosen = strategy if strategy == "ddp" else FTStrategy(size, sharding=sharding)
+        chosen: Any = "ddp" if strategy == "ddp" else FTStrategy(size, sharding=sharding)
+        if options.get("module") == "ByHand":
+            chosen = ModelParallelStrategy(data_parallel_size=devices, tensor_parallel_size=1)
         found = run(name, options, chosen, devices)
         slot = os.environ.get("LIGHTNING_FT_SLOT") or os.environ["RANK"]
         torch.save(found, Path(f"{strategy}_{name}_{slot}.pt"))
