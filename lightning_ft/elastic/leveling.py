@@ -18,12 +18,25 @@ from lightning_ft.elastic.groups import Group
 from lightning_ft.elastic.state_codec import encode
 from lightning_ft.elastic.transfer import StateServer, receive_state
 from lightning_ft.elastic.vigil import Vigil
-from lightning_ft.errors import ReconfigurationError, StateUnavailableError
+from lightning_ft.errors import GroupBrokenError, ReconfigurationError, StateUnavailableError
 from lightning_ft.events.log import EventLog
 
 log = logging.getLogger(__name__)
 
 ProvideState = Callable[[Sequence[int]], Any]
+
+
+class LeftBehind(GroupBrokenError):
+    """The others went on while a rank was without a replica: it can't take part in a new one from where it stands.
+
+    Args:
+        is_this_one: Whether it is this rank.
+
+    """
+
+    def __init__(self, is_this_one: bool) -> None:
+        self.is_this_one = is_this_one
+        super().__init__("A rank without a replica was left behind.")
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class Leveling:
 
         Raises:
             GroupBrokenError: If a member died meanwhile.
+            LeftBehind: If a member is of no use.
             ReconfigurationError: If it can't be done.
             StateUnavailableError: If this rank joins, and there is no state for it.
 
@@ -130,6 +144,9 @@ class Leveling:
     ) -> None:
         ahead = max(table[r].sequence for r in settled)
         behind = [r for r in settled if table[r].sequence < ahead]
+        lagging = [r for r in behind if table[r].sequence < ahead - 1]
+        if lagging and len(set(self._shards)) > 1:
+            raise LeftBehind(self._rank in lagging)
         if any(table[r].sequence != ahead - 1 for r in behind):
             counts = [table[r].sequence for r in settled]
             reason = f"ranks completed {counts} operations; at most 1 apart expected"

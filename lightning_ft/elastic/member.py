@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from lightning_ft.elastic.engine import Change
 from lightning_ft.elastic.exchange import PendingExchange
 from lightning_ft.elastic.groups import GlooGroups, Group, Groups
-from lightning_ft.elastic.leveling import Leveling, Outcome, ProvideState, Standing
+from lightning_ft.elastic.leveling import LeftBehind, Leveling, Outcome, ProvideState, Standing
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import FromRank, Generation, RankEnvironment
 from lightning_ft.elastic.replica import Replica, ReplicaLost
@@ -183,6 +183,8 @@ class Member(SupervisedProcess):
                 break
             except GroupBrokenError as error:
                 self.events.emit("generation_failed", generation=number, error=str(error)[:200])
+                if isinstance(error, LeftBehind) and error.is_this_one:
+                    self.retire()
                 self._break_off()
                 self._link.send({"type": "failed", "generation": number, "reason": f"reconfiguration: {error}"[:300]})
         if joining:

@@ -318,7 +318,13 @@ class FTStrategy(LiveRanks):
                 warm_up(mesh)
             self.sharded = self._sharding.shard(self.lightning_module, mesh, self._make_alike)
             self._sharding.shard_copies(trainer, self.lightning_module, mesh)
-            self._evaluation = ShardedEvaluation(trainer, self.sharded, self.collectives, self.engine.shard_group)
+            self._evaluation = ShardedEvaluation(
+                self._live,
+                self.sharded,
+                self.engine,
+                self.collectives,
+                can_regroup=self._policy.shard_size != "all",
+            )
         if fitting:
             self._steps = self._make_steps(self._live)
             self.setup_optimizers(trainer)
@@ -513,12 +519,8 @@ class FTStrategy(LiveRanks):
     on_test_end = on_predict_end = _end_evaluation
 
     def _before_evaluation_batch(self) -> None:
-        if self._live is None:
-            return
-        if self._evaluation is None:
+        if self._live is not None and self._evaluation is None:  # else its ranks break off together
             self._live.preemption.before_evaluation_batch()
-        else:
-            self._live.preemption.before_evaluation_batch(self._evaluation.agree)
 
     def _before_forward(self) -> None:
         if self._live is not None and self._live.buffers is not None:

@@ -1,5 +1,7 @@
 """Validation, test and prediction of a sharded module, also where ranks have different numbers of batches."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,52 +9,64 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_ft.elastic.collectives import Collectives
-from lightning_ft.elastic.shard_group import ShardGroup
+from lightning_ft.elastic.engine import Engine
 from lightning_ft.sharding.apply import ShardedModule
+from lightning_ft.strategies.live_training import LiveTraining
+from lightning_ft.strategies.step_traces import StepTraces
 
 
 class ShardedEvaluation:
     """The evaluation steps of one Trainer call.
 
     Parameters are gathered for each step by all ranks of a replica together. Where some have more steps than others
-    (prediction repeats no samples, streams are of any length) they are gathered once, for the whole pass.
+    (prediction repeats no samples, streams are of any length) they are gathered once, for the whole pass. So they are
+    where what is left of replicas has become one: its ranks may be at different batches.
 
     Args:
-        trainer: The trainer.
+        live: The Trainer call.
         sharded: Its module.
+        engine: Of the job.
         collectives: Of the live ranks.
-        group: Of the replica.
+        can_regroup: Whether ranks that lost their replica may hold every shard together.
 
     """
 
-    def __init__(self, trainer: Trainer, sharded: ShardedModule, collectives: Collectives, group: ShardGroup) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        live: LiveTraining,
+        sharded: ShardedModule,
+        engine: Engine,
+        collectives: Collectives,
+        *,
+        can_regroup: bool,
+    ) -> None:
+        self._live = live
+        self._trainer: Trainer = live.trainer
         self._sharded = sharded
+        self._engine = engine
         self._collectives = collectives
-        self._group = group
+        self._can_regroup = can_regroup
         self._is_uneven = False
 
     def begin(self) -> None:
         """Collective. Before the first step of a pass."""
         counts = torch.tensor(self._num_batches(), dtype=torch.float64)
         gathered = self._collectives.all_gather_ragged(counts)
-        self._is_uneven = bool(torch.isinf(counts).any()) or any(not torch.equal(row, counts) for row in gathered)
-        if self._is_uneven:
-            self._sharded.hold()
+        if torch.isinf(counts).any() or any(not torch.equal(row, counts) for row in gathered):
+            self._gather_for_the_pass()
             if not counts.any():
                 self.end()
 
-    def agree(self, number: int) -> int:
-        """Collective in the replica, as a step is. Return the largest number that any rank has which is in the step."""
-        if self._is_uneven or self._group.size() == 1:
-            return number
-        largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
-        return int(largest)
-
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Collective in the replica, unless ranks have different numbers of batches. Run one step."""
-        output = self._sharded.call(name, *args, **kwargs)
+        run = partial(self._sharded.call, name, *args, **kwargs)
+        if self._is_uneven:
+            self._live.preemption.before_evaluation_batch()
+            output = run()
+        elif self._can_regroup:
+            output = self._run_in_any_replica(run)
+        else:
+            output = self._run_together(run)
         if not self._is_uneven or self._loop.batch_progress.is_last_batch:
             self.end()
         return output
@@ -64,9 +78,43 @@ class ShardedEvaluation:
             self._sharded.release()
         self._sharded.let_go()
 
+    def _run_together(self, run: Callable[[], Any]) -> Any:
+        self._live.preemption.before_evaluation_batch(self._agree)
+        return run()
+
+    def _run_in_any_replica(self, run: Callable[[], Any]) -> Any:
+        """Run a step; if the replica is lost in it, begin again once this rank is part of another one."""
+        replica, traces = self._engine.replica, StepTraces(self._loop._results, self._trainer.lightning_module)
+
+        def begin() -> Any:
+            if self._engine.replica != replica:
+                self._gather_for_the_pass()
+            return self._run_together(run)
+
+        def undo() -> None:
+            if not self._live.may_pause():  # of the window under way, there are gradients that go with the replica
+                self._engine.retire()
+            self._sharded.recover()
+            traces.undo()
+
+        return self._engine.redo(begin, undo)
+
+    def _gather_for_the_pass(self) -> None:
+        """Collective in the replica."""
+        self._is_uneven = True
+        self._sharded.hold()
+
+    def _agree(self, number: int) -> int:
+        """Collective in the replica, if its ranks run this step together. Return the largest number that any has."""
+        if self._is_uneven or self._engine.replica.size == 1:
+            return number
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._engine.shard_group)
+        return int(largest)
+
     @property
     def _loop(self) -> Any:
-        trainer = self._trainer
+        trainer: Any = self._trainer
         return trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
 
     def _num_batches(self) -> list[float]:

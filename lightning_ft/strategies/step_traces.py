@@ -1,10 +1,11 @@
 """What a training step leaves behind beside gradients, so that it can be taken back when the step is begun again."""
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
 from lightning_ft.loops.metric_state import blank_state, metric_state, restore_metric
@@ -14,14 +15,14 @@ class StepTraces:
     """Logged values, metrics, buffers and random numbers as they are now.
 
     Args:
-        trainer: The trainer.
-        pl_module: Its module.
+        results: The values that the running loop logged; None if it logs none.
+        pl_module: The module.
 
     """
 
-    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def __init__(self, results: MutableMapping[str, Any] | None, pl_module: LightningModule) -> None:
         self._pl_module = pl_module
-        self._results = trainer.fit_loop.epoch_loop._results
+        self._results = {} if results is None else results
         metrics = [module for module in pl_module.modules() if isinstance(module, Metric)]
         self._metrics: list[tuple[Metric, dict[str, Any]]] = [
             (metric, metric_state(metric)) for metric in (*metrics, *self._results.values())

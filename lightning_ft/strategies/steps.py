@@ -198,7 +198,7 @@ class TrainingSteps:
         recover = self._recover
 
         def redoing() -> Any:
-            traces = StepTraces(self._live.trainer, self._pl_module)
+            traces = StepTraces(self._live.trainer.fit_loop.epoch_loop._results, self._pl_module)
             num_micro_batches = len(self._micro_batches)
 
             def undo() -> None:

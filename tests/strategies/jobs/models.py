@@ -194,7 +194,7 @@ class GathersInValidation(Model):
 class DiesOnceReduced(Callback):
     """Kills two ranks when the gradients of a step are averaged; the others must find the same when they begin it again."""
 
-    victims = ((0, 1), (1, 0))  # slots, and which of their processes
+    victims = ((0, 2), (3, 1))  # slots, and which of their processes
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         averages: dict[int, list[Tensor]] = {}
