@@ -285,6 +285,7 @@ class LocalEngine(Member):
     def enter(self) -> None:
         """Take part in the others' operations from now on."""
         self.alone = False
+        self._link.send({"type": "progress", "step": self._step})  # it holds the state, and with orphans it may be all
 
     def admit_joiners(self, provide_state: ProvideState) -> list[int]:
         """Collective. At a step boundary: let those in that wait, give them the state, return their slots."""

@@ -471,7 +471,8 @@ class FTStrategy(LiveRanks):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._before_evaluation_batch()
-        self._before_forward()
+        if self._evaluation is None:
+            self._before_forward()
         with self.engine.activity.during("evaluation step"):
             if self._evaluation is None:
                 return super().validation_step(*args, **kwargs)

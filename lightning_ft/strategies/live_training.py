@@ -503,7 +503,9 @@ def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: b
             where, lost = f"in step {trainer.global_step + 1}", "the step was not lost"
         else:
             lost = (
-                "its share of it is missing" if trainer.predicting else "the others evaluate its share if they can read it"
+                "its share of it is missing"
+                if trainer.predicting or engine.replica.size > 1
+                else "the others evaluate its share if they can read it"
             )
             where = f"during {stage.value if stage else 'set-up'}"
         if is_one_replica:

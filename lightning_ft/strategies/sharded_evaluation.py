@@ -59,14 +59,8 @@ class ShardedEvaluation:
 
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Collective in the replica, unless ranks have different numbers of batches. Run one step."""
-        run = partial(self._sharded.call, name, *args, **kwargs)
-        if self._is_uneven:
-            self._live.preemption.before_evaluation_batch()
-            output = run()
-        elif self._can_regroup:
-            output = self._run_in_any_replica(run)
-        else:
-            output = self._run_together(run)
+        run = partial(self._run, name, *args, **kwargs)
+        output = run() if self._is_uneven or not self._can_regroup else self._run_in_any_replica(run)
         if not self._is_uneven or self._loop.batch_progress.is_last_batch:
             self.end()
         return output
@@ -78,24 +72,30 @@ class ShardedEvaluation:
             self._sharded.release()
         self._sharded.let_go()
 
-    def _run_together(self, run: Callable[[], Any]) -> Any:
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._live.preemption.before_evaluation_batch(self._agree)
-        return run()
+        if name == "validation_step" and self._live.buffers is not None:
+            self._live.buffers.before_forward(synchronize_gradients=False)
+        return self._sharded.call(name, *args, **kwargs)
 
     def _run_in_any_replica(self, run: Callable[[], Any]) -> Any:
         """Run a step; if the replica is lost in it, begin again once this rank is part of another one."""
-        replica, traces = self._engine.replica, StepTraces(self._loop._results, self._trainer.lightning_module)
+        replica, buffers = self._engine.replica, self._live.buffers
+        sends_buffers = buffers is not None and buffers.due
+        traces = StepTraces(self._loop._results, self._trainer.lightning_module)
 
         def begin() -> Any:
             if self._engine.replica != replica:
                 self._gather_for_the_pass()
-            return self._run_together(run)
+            return run()
 
         def undo() -> None:
             if not self._live.may_pause():  # of the window under way, there are gradients that go with the replica
                 self._engine.retire()
             self._sharded.recover()
             traces.undo()
+            if buffers is not None:
+                buffers.due = sends_buffers
 
         return self._engine.redo(begin, undo)
 

@@ -22,7 +22,7 @@ def test_a_death_takes_its_replica_out_of_the_step_and_both_ranks_come_back(trai
 
 
 def test_the_mates_of_the_dead_go_on_as_one_replica_in_the_same_step_or_validation(train: Callable[..., Any]) -> None:
-    # Three times, the others being back each time; the third time gradients are averaged already, in step 9.
+    # Three times, the others being back each time; the third time gradients are averaged already, in step 10.
     faults = [Fault(kind="kill", slot=slot, point="backward_early", step=3) for slot in (0, 3)]
     faults += [
         Fault(kind="kill", slot=slot, point="validation_batch", step=6, incarnation=incarnation)
@@ -34,5 +34,5 @@ def test_the_mates_of_the_dead_go_on_as_one_replica_in_the_same_step_or_validati
     training.assert_went_on(plan)
     steps = {event["step"]: event["members"] for event in training.of("step")}
     assert (steps[3], steps[4], steps[5]) == ([0, 1, 2, 3], [2, 1], [2, 1, 0, 3])
-    assert (steps[6], steps[7], steps[8]) == ([2, 1, 0, 3], [2, 3], [2, 3, 0, 1])
-    assert (steps[8], steps[9]) == ([2, 3, 0, 1], [2, 1])
+    assert (steps[7], steps[8], steps[9]) == ([2, 1, 0, 3], [2, 3], [2, 3, 0, 1])
+    assert (steps[10], steps[11]) == ([2, 3, 0, 1], [2, 1])
