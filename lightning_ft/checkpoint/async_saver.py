@@ -46,7 +46,7 @@ class AsyncSaver:
         max_pending: int = 1,
         on_settled: Callable[[PendingSave], None] = lambda save: None,
     ) -> None:
-        self.writer = writer = Writer(timeout)
+        self.writer = writer = Writer()
         self.stall_seconds = 0.0
         """How long the training was kept waiting so far."""
         self._means = Means(peers, writer, ImagePool(writer), timeout, on_settled)
@@ -67,6 +67,7 @@ class AsyncSaver:
         replaces: Iterable[Place] = (),
         may_change: Callable[[str, Tensor], bool] = lambda name, tensor: True,
         twin_of: PendingSave | None = None,
+        timeout: timedelta | None = None,
     ) -> PendingSave:
         """Collective. Begin to save; wait first if there are too many under way.
 
@@ -78,6 +79,7 @@ class AsyncSaver:
             may_change: Whether a tensor, by its name in ``content.state``, may change in forward and backward passes, and
                 so differ between ranks that hold it: it is copied at once, and saved as the first rank has it.
             twin_of: An earlier save of the same state, on all ranks alike: the tensors' files are shared with it.
+            timeout: When this save is given up; None: as all are.
 
         """
         if twin_of is None:
@@ -94,7 +96,7 @@ class AsyncSaver:
         if roll is None:
             save.settle(None)
             return save
-        task = SaveTask(self._means, save, roll, content, save.replaces)
+        task = SaveTask(self._means, save, roll, content, timeout or self._means.timeout)
         self._pending = deque([*self.pending, save])
         if twin_of is None:
             task.prepare(content, may_change, previous)

@@ -27,6 +27,7 @@ from lightning_ft.checkpoint.peers import Peers, SoloPeers, StorePeers
 from lightning_ft.checkpoint.pending_save import Content, PendingSave
 from lightning_ft.checkpoint.snapshot import Fence
 from lightning_ft.checkpoint.store_path import Place
+from lightning_ft.checkpoint.timed_group import wait_for
 from lightning_ft.errors import CheckpointNotCommittedError, StoreUnreachableError
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,14 @@ class ProcessSaver:
     Args:
         group: That group; None for a process alone.
         number: How many there were before it; the same on all ranks.
+        timeout: How long rank 0 is waited for.
 
     """
 
     run_id: str
     """The same on all ranks."""
 
-    def __init__(self, group: dist.ProcessGroup | None, number: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, number: int, timeout: timedelta) -> None:
         self.group = group
         self.pid = os.getpid()
         self._rank, self._world_size = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
@@ -56,7 +58,7 @@ class ProcessSaver:
             self._server = store_of_default_group()  # in rank 0 it ends with the last reference to it
             self._store, self._waiting = default_store(), default_store()
         self._name = f"process/{number}"
-        self.run_id = self._agree("run_id", secrets.token_hex(8))
+        self.run_id = self._agree("run_id", secrets.token_hex(8), timeout)
         self._peers = self._make_peers(self.run_id)
         self._saver = AsyncSaver(self._peers, on_settled=self._tell)
         self._directories: set[Place] = set()
@@ -73,21 +75,23 @@ class ProcessSaver:
         optimizers: Iterable[Optimizer],
         may_change: MayChange,
         replaces: Collection[Place],
+        timeout: timedelta,
     ) -> PendingSave:
         """Collective. Begin to save; ``optimizers`` wait before their next step until all is copied."""
-        self._enter(path.parent)
+        self._enter(path.parent, timeout)
         for optimizer in optimizers:
             if optimizer not in _fenced:
                 Fence([optimizer], wait_for_copy)
                 _fenced.add(optimizer)
-        return self._saver.save(path, content, replaces=replaces, may_change=may_change)
+        return self._saver.save(path, content, replaces=replaces, may_change=may_change, timeout=timeout)
 
-    def save_frozen(self, path: Place, content: Content, replaces: Collection[Place]) -> None:
+    def save_frozen(self, path: Place, content: Content, replaces: Collection[Place], timeout: timedelta) -> None:
         """Collective. Save what nobody changes, in any thread, beside other saves; return once it is there."""
         with self._lock:
             number = self._frozen[path] = self._frozen.get(path, 0) + 1
         name = xxhash.xxh3_64_hexdigest(os.fsencode(path))
-        saver = AsyncSaver(self._make_peers(f"{self.run_id}-{name}-{number}"), on_settled=self._tell)
+        peers = self._make_peers(f"{self.run_id}-{name}-{number}")
+        saver = AsyncSaver(peers, timeout=timeout, on_settled=self._tell)
         try:
             saver.save(
                 path, content, replaces=replaces, may_change=lambda name, tensor: not name.startswith("optimizer_")
@@ -123,24 +127,30 @@ class ProcessSaver:
             time.sleep(_POLL)  # the store may end with this process
         self._saver.close()
 
-    def _enter(self, directory: Place) -> None:
+    def _enter(self, directory: Place, timeout: timedelta) -> None:
         """Collective with the first save into a directory. Remove what writers that died left there."""
         if directory in self._directories:
             return
         if self._rank == 0:
             with suppress(OSError, StoreUnreachableError):  # told by the save
                 collect(directory)
-        self._agree(f"directory/{len(self._directories)}", "")  # nobody stages before
+        self._agree(f"directory/{len(self._directories)}", "", timeout)  # nobody stages before
         self._directories.add(directory)
 
-    def _agree(self, key: str, value: str) -> str:
-        """Collective. Return the value of rank 0."""
+    def _agree(self, key: str, value: str, timeout: timedelta) -> str:
+        """Collective. Return the value of rank 0.
+
+        Raises:
+            CollectiveTimeoutError: If rank 0 does not come.
+
+        """
         if self.group is None:
             return value
         key = f"lightning_ft/{self._name}/{key}"
         if self._rank == 0:
             self._store.set(key, value)
             return value
+        wait_for(self._waiting, {key: 0}, "save", timeout)
         return bytes(self._waiting.get(key)).decode()
 
     def _make_peers(self, run_id: str) -> Peers:
@@ -175,13 +185,18 @@ _current: ProcessSaver | None = None
 _num_groups = 0
 
 
-def process_saver() -> ProcessSaver:
-    """Collective with the first save after the default process group was made. Return the saver of this process."""
+def process_saver(timeout: timedelta) -> ProcessSaver:
+    """Collective with the first save after the default process group was made. Return the saver of this process.
+
+    Raises:
+        CollectiveTimeoutError: If rank 0 does not come within ``timeout``.
+
+    """
     global _current, _num_groups
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if _current is None or _current.pid != os.getpid() or _current.group is not group:
         close()
-        _current = ProcessSaver(group, _num_groups)
+        _current = ProcessSaver(group, _num_groups, timeout)
         _num_groups += group is not None
     return _current
 

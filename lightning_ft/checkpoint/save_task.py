@@ -38,7 +38,7 @@ class Means:
         peers: The ranks that save together.
         writer: Writes.
         images: Memory.
-        timeout: When a save is given up.
+        timeout: When a save is given up that says nothing else.
         on_settled: Called when a save succeeded or failed.
 
     """
@@ -60,24 +60,23 @@ class SaveTask:
         save: What whoever asked for it sees.
         roll: Who takes part.
         content: What to save.
-        replaces: What goes once it is there.
+        timeout: When it is given up.
 
     """
 
-    def __init__(self, means: Means, save: PendingSave, roll: Roll, content: Content, replaces: Collection[Place]) -> None:
+    def __init__(self, means: Means, save: PendingSave, roll: Roll, content: Content, timeout: timedelta) -> None:
         self._means = means
         self._save = save
         self._seat = roll.seat
-        self._replaces = replaces
+        self._timeout = timeout
         self._agreed = content.agreed
-        self._staging = staging_of(save.target, roll.token, means.timeout)
+        self._staging = staging_of(save.target, roll.token, timeout)
         save.content = self._staging.content
         self._flat = Flat.of(content.state)
-        ways = [relative_to(path, save.target.parent) for path in replaces]
+        ways = [relative_to(path, save.target.parent) for path in save.replaces]
         known = tuple(way for way in ways if way is not None)
         manifest = replace(content.manifest, world_size=roll.seat.world_size, replaces=known)
-        mappings, timeout = self._flat.mappings, means.timeout
-        self._commit = Commit(means.peers, roll, self._staging, manifest, mappings, timeout)
+        self._commit = Commit(means.peers, roll, self._staging, manifest, self._flat.mappings, timeout)
         self._key: Any = None
         self._image: Image | None = None
         self._write: Callable[[], Post]
@@ -145,7 +144,7 @@ class SaveTask:
             self._save.copied.set()
             post = replace(self._save.post, agreed=self._agreed)
             if self._commit.settle(post, lambda: self._means.closed):
-                for path in self._replaces:
+                for path in self._save.replaces:
                     _remove(path)
         except BaseException as failure:
             error = failure
@@ -175,7 +174,7 @@ class SaveTask:
             with suppress(Exception):
                 previous.wait()
         self._leave = self._staging.enter()
-        written = self._means.writer.write(str(self._staging.directory), image)
+        written = self._means.writer.write(str(self._staging.directory), image, self._timeout)
         self._save.write_seconds = written.seconds
         files = tuple(FileEntry(file["path"], file["size"], file["xxh3"]) for file in written.files)
         return Post(files, self._post_table(image), objects)

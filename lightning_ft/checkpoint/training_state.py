@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from lightning_ft.checkpoint.process_saver import process_saver
 from lightning_ft.checkpoint.reader import DefaultGroup, ReadingRanks, check
 from lightning_ft.checkpoint.sharded_reading import read_state
 from lightning_ft.checkpoint.store_path import Place, place
+from lightning_ft.checkpoint.timed_group import TimedGroup
 from lightning_ft.checkpoint.training_metadata import (
     RankLocalTransform,
     SharedState,
@@ -32,9 +34,16 @@ from lightning_ft.errors import MalformedStateError, StateNotLoadedError
 
 _Path = str | os.PathLike[str]
 _T = TypeVar("_T")
+_LONG = timedelta(minutes=30)
 
 
-def save_sharded(module: Module, optimizer: Optimizer | Sequence[Optimizer] | None, path: _Path) -> None:
+def save_sharded(
+    module: Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    path: _Path,
+    *,
+    timeout: timedelta = _LONG,
+) -> None:
     """Collective. Save a module and its optimizers; return once the checkpoint is there as a whole.
 
     Args:
@@ -42,17 +51,19 @@ def save_sharded(module: Module, optimizer: Optimizer | Sequence[Optimizer] | No
         optimizer: Of its parameters; several in the order in which they are to be loaded; None saves weights only.
         path: The directory that it becomes, or an address of fsspec such as ``s3://bucket/name``. One that is there is
             replaced once this one is whole.
+        timeout: When it is given up that some rank has not written.
 
     Raises:
         CheckpointNotCommittedError: On all ranks, if any of them failed; what was at ``path`` is untouched.
+        CollectiveTimeoutError: If rank 0 does not come.
 
     """
-    saver = process_saver()
+    saver = process_saver(timeout)
     optimizers = as_sequence(optimizer)
     manifest = Manifest(step=0, epoch=0, run_id=saver.run_id, world_size=1, shard_size=1, files=())
     content = Content(state_of(module, optimizers), lambda seat: {}, manifest)
     with saver.quietly():
-        saver.save(place(path), content, optimizers, changing(module), ()).wait()
+        saver.save(place(path), content, optimizers, changing(module), (), timeout).wait()
 
 
 def load_sharded(
@@ -63,6 +74,7 @@ def load_sharded(
     strict: bool = True,
     thoroughness: Thoroughness = "full",
     weights_only: bool | None = None,
+    timeout: timedelta | None = None,
 ) -> None:
     """Collective. Load a checkpoint that any number of ranks saved, sharded in any way or not at all.
 
@@ -75,14 +87,16 @@ def load_sharded(
         strict: Whether the checkpoint must have exactly the names that the module has.
         thoroughness: How much of it is verified.
         weights_only: For what is not a tensor, as in ``torch.load``.
+        timeout: How long ranks wait for each other; None: as long as in other operations of their process group.
 
     Raises:
         DamagedCheckpointError: If it is not what was saved.
         MalformedStateError: If it does not fit.
         StateNotLoadedError: If that happened on another rank.
+        CollectiveTimeoutError: If a rank does not come within ``timeout``; nothing was loaded in the others.
 
     """
-    ranks, where = DefaultGroup(), place(path)
+    ranks, where = _ranks("load_sharded", timeout), place(path)
     check(str(where), ranks, thoroughness)
     read = _together(
         ranks, lambda: read_state(module, as_sequence(optimizer), where, strict=strict, weights_only=weights_only)
@@ -103,6 +117,7 @@ def save_training_state(
     typed_scheduler_state: Any = None,
     extra: dict[str, Any] | None = None,
     replaces: Collection[_Path] = (),
+    timeout: timedelta = _LONG,
 ) -> None:
     """Collective. Save a whole training; return once the checkpoint is there.
 
@@ -112,7 +127,7 @@ def save_training_state(
         CheckpointNotCommittedError: On all ranks, if any of them failed; what was at ``path`` is untouched.
 
     """
-    saver = process_saver()
+    saver = process_saver(timeout)
     with saver.quietly():
         async_save_training_state(
             module,
@@ -126,6 +141,7 @@ def save_training_state(
             typed_scheduler_state=typed_scheduler_state,
             extra=extra,
             replaces=replaces,
+            timeout=timeout,
         ).wait()
 
 
@@ -142,6 +158,7 @@ def async_save_training_state(
     typed_scheduler_state: Any = None,
     extra: dict[str, Any] | None = None,
     replaces: Collection[_Path] = (),
+    timeout: timedelta = _LONG,
 ) -> PendingSave:
     """Collective. Begin to save a whole training; it is written and committed though nobody waits, at the latest at exit.
 
@@ -163,6 +180,7 @@ def async_save_training_state(
         typed_scheduler_state: This rank's scheduler of data, alike.
         extra: Anything else that all ranks have alike: plain data and tensors.
         replaces: Checkpoints that are removed once this one is there.
+        timeout: When it is given up that some rank has not written.
 
     Returns:
         The save: ``done``, ``wait(timeout=None)``, ``error``.
@@ -170,15 +188,16 @@ def async_save_training_state(
     Raises:
         TypeError: If ``step`` is no integer.
         ValueError: If ``step`` is negative.
+        CollectiveTimeoutError: If rank 0 does not come.
 
     """
-    optimizers, saver = as_sequence(optimizer), process_saver()
+    optimizers, saver = as_sequence(optimizer), process_saver(timeout)
     kinds = tuple(type(one).__name__ for one in optimizers)
     shared = SharedState(_checked(step), scheduler, scaler, parallel_plan, extra, kinds)
     own = {"loader_state": loader_state, "typed_scheduler_state": typed_scheduler_state, "rng": _random_state()}
     content = content_of(state_of(module, optimizers), shared, own, saver.run_id)
     replaced = [place(old) for old in replaces]
-    return saver.save(place(path), content, optimizers, changing(module), replaced)
+    return saver.save(place(path), content, optimizers, changing(module), replaced, timeout)
 
 
 def save_frozen_training_state(
@@ -194,6 +213,7 @@ def save_frozen_training_state(
     typed_scheduler_state: Any = None,
     extra: dict[str, Any] | None = None,
     replaces: Collection[_Path] = (),
+    timeout: timedelta = _LONG,
 ) -> None:
     """Collective. Save states that nobody changes any more, in any thread, beside other saves; return once it is there.
 
@@ -209,9 +229,9 @@ def save_frozen_training_state(
     shared = SharedState(_checked(step), scheduler, scaler, parallel_plan, extra, (None,) * len(states))
     own = {"loader_state": loader_state, "typed_scheduler_state": typed_scheduler_state, "rng": _random_state()}
     state = {STATE_DICT: model_state, **{optimizer_key(index): one for index, one in enumerate(states)}}
-    saver = process_saver()
+    saver = process_saver(timeout)
     content = content_of(state, shared, own, saver.run_id)
-    saver.save_frozen(place(path), content, [place(old) for old in replaces])
+    saver.save_frozen(place(path), content, [place(old) for old in replaces], timeout)
 
 
 def load_training_state(
@@ -224,6 +244,7 @@ def load_training_state(
     restore_rng: bool = True,
     allow_world_size_change: bool = False,
     rank_local_transform: RankLocalTransform | None = None,
+    timeout: timedelta | None = None,
 ) -> TrainingMetadata:
     """Collective. Load a whole training; everything is verified, read and found to fit on all ranks before it is changed.
 
@@ -236,6 +257,7 @@ def load_training_state(
         restore_rng: Whether random numbers go on where this rank's were.
         allow_world_size_change: Whether another number of ranks may have saved it.
         rank_local_transform: Needed then, and not allowed otherwise; see :data:`RankLocalTransform`.
+        timeout: See :func:`load_sharded`.
 
     Returns:
         What else was saved.
@@ -244,13 +266,14 @@ def load_training_state(
         DamagedCheckpointError: If it is not what was saved.
         MalformedStateError: If it does not fit.
         StateNotLoadedError: If that, or an error of ``rank_local_transform``, happened on another rank.
+        CollectiveTimeoutError: If a rank does not come within ``timeout``.
         WorldSizeChangedError: If another number of ranks saved it, and that is not allowed.
         ValueError: If ``rank_local_transform`` is missing, not needed, or returns other fields, or there is no state for
             ``scheduler`` or ``scaler``.
         TypeError: If it returns no dict.
 
     """
-    ranks, where = DefaultGroup(), place(path)
+    ranks, where = _ranks("load_training_state", timeout), place(path)
     check(str(where), ranks)
     optimizers = as_sequence(optimizer)
 
@@ -296,6 +319,10 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 # Loading.
+
+
+def _ranks(operation: str, timeout: timedelta | None) -> ReadingRanks:
+    return DefaultGroup() if timeout is None else TimedGroup(operation, timeout)
 
 
 def _together(ranks: ReadingRanks, action: Callable[[], _T]) -> _T:

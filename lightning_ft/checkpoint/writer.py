@@ -37,14 +37,9 @@ class Writer:
     """A process that writes images of files; started with the first order, and again if it died.
 
     Every method may be called from any thread; orders are carried out one after the other.
-
-    Args:
-        timeout: When a process that does not answer is given up.
-
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout.total_seconds()
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -60,8 +55,10 @@ class Writer:
         with self._lock:
             self._connect()
 
-    def write(self, directory: str, image: Image) -> Written:
+    def write(self, directory: str, image: Image, timeout: timedelta) -> Written:
         """Write the files of ``image`` into a directory, or below a store's address; return once that will last.
+
+        A process that does not answer within ``timeout`` is ended.
 
         Raises:
             OSError: If that failed; ``ConnectionError`` if the process died, or this is closed.
@@ -75,6 +72,7 @@ class Writer:
         order = {"directory": directory, "memory": image.name, "size": image.size, "files": image.files}
         with self._lock:
             connection = self._connect()
+            connection.settimeout(timeout.total_seconds())
             try:
                 socket.send_fds(connection, [json.dumps(order).encode()], [image.descriptor])
                 answer = connection.recv(writer_process.MESSAGE_BYTES)
@@ -116,7 +114,6 @@ class Writer:
                 script = str(Path(writer_process.__file__))
                 command = [sys.executable, script, str(theirs.fileno()), str(os.getpid())]
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-            ours.settimeout(self._timeout)
             self._connection = ours
         return self._connection
 

@@ -318,6 +318,7 @@ class FTStrategy(LiveRanks):
                 warm_up(mesh)
             self.sharded = self._sharding.shard(self.lightning_module, mesh, self._make_alike)
             self._sharding.shard_copies(trainer, self.lightning_module, mesh)
+            self._sharding.cancel_saves_on_exceptions(trainer)
             self._evaluation = ShardedEvaluation(
                 self._live,
                 self.sharded,

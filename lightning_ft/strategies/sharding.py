@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -53,6 +54,16 @@ class ReplicaSharding:
     def __init__(self, shard_size: int, options: ShardingOptions) -> None:
         self._call = f"FTStrategy(shard_size={shard_size})"
         self._options = options
+
+    def cancel_saves_on_exceptions(self, trainer: Trainer) -> None:
+        """Have no callback try to save, and say that it did, when no rank has the whole state by itself."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_on_exception:
+                callback.save_on_exception = False
+                rank_zero_warn(
+                    f"`{type(callback).__name__}(save_on_exception=True)` is switched off by `{self._call}`: after an"
+                    " exception no rank has the whole state. Save regularly: `AsyncCheckpoint(every_n_train_steps=...)`."
+                )
 
     def shard(self, module: LightningModule, mesh: DeviceMesh, make_alike: MakeAlike) -> ShardedModule:
         """Collective. Shard ``module`` unless it is already, with the parameters and buffers of rank 0.

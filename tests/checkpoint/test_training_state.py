@@ -75,6 +75,10 @@ def test_a_training_without_a_trainer_goes_on_as_if_it_had_not_stopped_also_on_o
             assert result["position"] == [2, rank, 3, 20, 21]
             assert result["values"] == trained[0][kind]["at_two"]
             assert result["again"] == [True] * 4
+    loading = resharded[0]["late"].pop()
+    assert loading == "CollectiveTimeoutError: `load_sharded` waited 0.3 s for ranks 1, 2 and gave up."
+    for result in resharded:
+        assert "was not committed: ranks 1, 2 did not write within 0.3 s" in result["late"][0]
 
 
 def test_what_was_begun_is_there_after_the_process_ended_with_an_error(tmp_path: Path) -> None:

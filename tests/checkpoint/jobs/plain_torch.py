@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def reshard(kind: str) -> dict[str, Any]:
     again = []
     for name in ("sharded", "frozen0", "frozen1", "meanwhile"):
         other = Training(kind, seed=4)
-        load_sharded(other.module, other.optimizers, f"{kind}/{name}")
+        load_sharded(other.module, other.optimizers, f"{kind}/{name}", timeout=timedelta(minutes=2))
         again.append(other.values() == values)
     return {
         "refused": refused,
@@ -192,10 +193,25 @@ def reshard(kind: str) -> dict[str, Any]:
     }
 
 
+def be_late() -> list[str]:
+    """What is told if rank 0 saves, and the others come too late, and if it loads, and they don't come at all."""
+    training = Training("replicated", seed=5)
+    few, others = timedelta(seconds=0.3), dist.get_rank() > 0
+    if others:
+        dist.barrier()
+    told = [error_of(lambda: save_sharded(training.module, training.optimizers, "replicated/late", timeout=few))]
+    if others:
+        return told
+    dist.barrier()
+    return [*told, error_of(lambda: load_sharded(training.module, None, "replicated/sharded", timeout=few))]
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     phase = {"train": train, "reshard": reshard}[sys.argv[1]]
     result = {kind: phase(kind) for kind in ("replicated", "sharded")}
+    if sys.argv[1] == "reshard":
+        result["late"] = be_late()
     Path(f"{sys.argv[1]}_{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
