@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_ft.data.random_state import random_state, set_random_state
@@ -18,7 +20,7 @@ from lightning_ft.data.resumable import ResumableLoader
 from lightning_ft.data.sampler_state import sampler_loader, sampler_state
 from lightning_ft.loops import logged_results
 from lightning_ft.loops.metrics import load_metric_states, metric_states
-from lightning_ft.loops.moments import FitMoments, Moment, enter_epoch, enter_fit, finish_batch
+from lightning_ft.loops.moments import FitMoments, Moment, enter_epoch, enter_fit, finish_batch, without_window
 from lightning_ft.loops.saved_positions import drop_positions
 
 log = logging.getLogger(__name__)
@@ -115,8 +117,9 @@ class LoaderPosition(Callback):
         """Collective. Add what each rank needs to continue from here."""
         if self._moments is None:
             return
-        moment = self._moments.now(gives_up_windows=_keeps_positions(trainer))
-        section = self._section(trainer, pl_module, moment)
+        window = getattr(trainer.strategy, "window", None)
+        moment = self._moments.now(gives_up_windows=_keeps_positions(trainer) and window is None)
+        section = self._section(trainer, pl_module, moment) | {"window": window}
         section |= {"rank": _lasting_rank(trainer), "datamodule": checkpoint.get(_name_of_data(trainer))}
         ranks = _gather(trainer, section)
         if ranks is not None:
@@ -143,7 +146,12 @@ class LoaderPosition(Callback):
         section = _own_section(state, _lasting_rank(trainer))
         saved = section["loaders"] = _with_sources(section["loaders"], state["ranks"])
         before, now = _num_streams(saved) or state["world_size"], _num_ranks(trainer)
-        if before != now and moment["within_epoch"] and not _can_be_dealt(saved):
+        is_elsewhere = _is_elastic(trainer) and "positions" in saved
+        if (
+            before != now
+            and moment["within_epoch"]
+            and not (_can_be_dealt(saved) or (is_elsewhere and _is_map_style(saved)))
+        ):
             if self.on_world_size_change == "error" or (self.on_world_size_change == "split" and not _num_streams(saved)):
                 raise MisconfigurationException(
                     f"The checkpoint was taken in the middle of an epoch on {before} ranks, but there are {now} now, and"
@@ -156,8 +164,17 @@ class LoaderPosition(Callback):
             else:
                 moment = {"within_epoch": False, "epochs": moment["epochs"]}
                 section["loaders"] = {}
+        if moment.get("is_accumulating") and is_elsewhere:
+            moment = without_window(moment, moment["trained"] % trainer.accumulate_grad_batches)
+            section["gradients"] = {}
+        elif moment.get("is_accumulating") and section.get("window") is not None:
+            if before == now and state["ranks"].keys() >= {*range(now)}:
+                saved["kept"][0]["window"] = True
+            else:  # nobody has the gradients of some ranks
+                moment = without_window(moment, len(section["window"]))
+                section["gradients"] = {}
         drop_positions(checkpoint["loops"]["fit_loop"])  # those of rank 0, and read ahead
-        self._resume = {"moment": moment, **section}
+        self._resume = {"moment": moment, **section, "num_ranks": state["world_size"]}
         for loader in self._loaders:
             loader.deferred = True
 
@@ -169,6 +186,7 @@ class LoaderPosition(Callback):
         section: dict[str, Any] = {
             "random": _random_state(trainer),
             "loaders": self._positions(trainer, moment),
+            "buffers": _own_buffers(trainer, pl_module),
             "callback_metrics": dict(connector._callback_metrics if trainer.interrupted else trainer.callback_metrics),
             "logged_metrics": dict(connector._logged_metrics),
         }
@@ -247,6 +265,7 @@ class LoaderPosition(Callback):
             return
         moment, fit_loop = resume["moment"], trainer.fit_loop
         enter_fit(trainer, self._loops, moment)
+        _restore_buffers(trainer.lightning_module, resume)
         _restore_metrics(trainer, resume)
         if moment.get("plateau_due"):  # Lightning forgets it, since the checkpoint was taken just before
             enter_epoch_end = fit_loop.epoch_progress.current
@@ -278,7 +297,10 @@ class LoaderPosition(Callback):
         connector._first_loop_iter, connector._current_fx = resume["first_loop_iter"], resume["current_fx"]
         parameters = dict(trainer.lightning_module.named_parameters())
         for name, gradient in resume["gradients"].items():
-            parameters[name].grad = gradient.to(parameters[name].device)
+            parameters[name].grad = _as_gradient(parameters[name], gradient)
+        if moment["is_accumulating"] and resume.get("window") is not None:
+            strategy: Any = trainer.strategy
+            strategy.enter_window(resume["window"])
         _set_random_state(trainer, resume["random"])
         if moment["tail"]:
             finish_batch(trainer, data_fetcher, moment["tail"])
@@ -289,6 +311,9 @@ class LoaderPosition(Callback):
             loader.deferred = False
         if not saved:
             iter(data_fetcher)
+            return
+        if "kept" not in saved and _keeps_positions(trainer) and _is_map_style(saved):
+            _load_trained(trainer, data_fetcher, resume["num_ranks"], resume["moment"])
             return
         if ("kept" in saved) != _keeps_positions(trainer):
             raise MisconfigurationException(
@@ -387,6 +412,21 @@ def _keeps_positions(trainer: Trainer) -> bool:
     return combined is not None and all(getattr(loader, "keeps_position", False) for loader in combined.flattened)
 
 
+def _is_map_style(saved: dict[str, Any]) -> bool:
+    """Whether the positions, of another strategy, are that of one dataset which all ranks can read."""
+    return [position["kind"] for position in saved.get("positions", [])] == ["map-style"]
+
+
+def _load_trained(trainer: Trainer, data_fetcher: Any, num_ranks: int, moment: Moment) -> None:
+    """Deal what was left of the epoch under another strategy on ``num_ranks`` ranks."""
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    if moment["within_epoch"]:
+        loader: Any = combined.flattened[0]
+        loader.load_trained(moment["epochs"], num_ranks, moment["trained"])
+    _enter_loaders(trainer, data_fetcher, moment)
+
+
 def _load_kept(trainer: Trainer, data_fetcher: Any, saved: dict[str, Any], moment: Moment) -> None:
     combined = trainer.fit_loop._combined_loader
     assert combined is not None
@@ -394,6 +434,13 @@ def _load_kept(trainer: Trainer, data_fetcher: Any, saved: dict[str, Any], momen
         sampler_loader(loader, states)()
     if moment["within_epoch"]:
         combined._load_state_dicts(saved["kept"])
+    _enter_loaders(trainer, data_fetcher, moment)
+
+
+def _enter_loaders(trainer: Trainer, data_fetcher: Any, moment: Moment) -> None:
+    """Begin to iterate what knows its position."""
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
     iter(data_fetcher)
     remaining = getattr(combined.flattened[0], "remaining_steps", None)
     if moment["within_epoch"]:
@@ -441,9 +488,37 @@ def _set_random_state(trainer: Trainer, state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"].cpu(), trainer.strategy.root_device)
 
 
+def _own_buffers(trainer: Trainer, pl_module: LightningModule) -> dict[str, Tensor]:
+    """Running statistics where each rank has its own, of which a checkpoint has those of any rank."""
+    if not isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy):
+        return {}
+    named = pl_module.named_buffers()
+    return {name: buffer.detach().clone() for name, buffer in named if not isinstance(buffer, DTensor)}
+
+
+def _restore_buffers(pl_module: LightningModule, resume: dict[str, Any]) -> None:
+    buffers = dict(pl_module.named_buffers())
+    for name, value in resume.get("buffers", {}).items():
+        buffers[name].copy_(value)
+
+
 def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
     named = pl_module.named_parameters()
-    return {name: parameter.grad.detach().clone() for name, parameter in named if parameter.grad is not None}
+    return {name: _own_part(parameter.grad).detach().clone() for name, parameter in named if parameter.grad is not None}
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor: the whole, unless it is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_gradient(parameter: Tensor, own: Tensor) -> Tensor:
+    """Make what a rank held of a gradient the gradient of ``parameter`` again."""
+    own = own.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return own
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
 
 
 def _restore_metrics(trainer: Trainer, resume: dict[str, Any]) -> None:

@@ -164,6 +164,10 @@ class ElasticLoader:
         """Continue where another loader was; steps that were not committed are open again.
 
         That loader may have been one of another number of slots: what it left open of the epoch is dealt out among these.
+
+        Args:
+            state: What :meth:`state_dict` returned. ``"window"`` in it: the gradients of what was in flight are there, too.
+
         """
         if "num_slots" not in state:
             raise ValueError(
@@ -174,11 +178,30 @@ class ElasticLoader:
             self._made_for = state["num_slots"]
             self._make_tickets()
         self.plan.load_state_dict(state["plan"])
-        for slot in list(self.plan.in_flight):
+        for slot in [] if state.get("window") else list(self.plan.in_flight):
             self.plan.remove(slot)
         self._order = None if state["order"] is None else self._unpack(state["order"])
         self._close_round()
         self._resumed = True
+
+    def load_trained(self, epoch: int, num_slots: int, num_batches: int) -> None:
+        """Continue behind the first ``num_batches`` that each of ``num_slots`` ranks had by `DistributedSampler`.
+
+        Raises:
+            ValueError: If the order is not a function of seed and epoch.
+
+        """
+        if not self._is_function_of_epoch:
+            name = type(self._source.batch_sampler if self._batched_by_user else self.sampler).__name__
+            raise ValueError(
+                f"The checkpoint of another strategy can't be resumed in the middle of an epoch: in what order"
+                f" `{name}` drew is not in it. Resume with the strategy that it was made with, or from the end of an epoch."
+            )
+        self._made_for = num_slots
+        self._make_tickets()
+        plan = TicketPlan(self.plan.num_tickets, self._num_slots)
+        plan.begin_with(epoch, [range(min(num_slots * num_batches, plan.num_tickets), plan.num_tickets)])
+        self.load_state_dict({"plan": plan.state_dict(), "order": None, "num_slots": num_slots})
 
     def load_handed_out(self, state: dict[str, Any], live: tuple[int, ...]) -> None:
         """Take the position that a live peer handed out, among ``live`` slots, with its iteration under way."""

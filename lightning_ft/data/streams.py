@@ -245,6 +245,12 @@ class StreamLoader:
         self.plan.deal()
         self._resumed = True
 
+    def load_trained(self, epoch: int, num_slots: int, num_batches: int) -> None:
+        """Continue behind the first ``num_batches`` of each of ``num_slots`` streams, which yield the same again."""
+        plan = StreamPlan(num_slots)
+        done = [num_batches if cap is None else min(num_batches, cap) for cap in self._limits.caps]
+        self.load_state_dict({"plan": plan.state_dict() | {"epoch": epoch, "done": done}, "opened_under": None})
+
     def load_handed_out(self, state: dict[str, Any], live: tuple[int, ...]) -> None:
         """Take the position that a live peer handed out, with the iteration under way."""
         self._load(state)

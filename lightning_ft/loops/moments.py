@@ -129,6 +129,17 @@ class FitMoments:
         return "" if not ready or self._through == (self._epoch, ready) else "end of batch"
 
 
+def without_window(moment: Moment, num_batches: int) -> Moment:
+    """Return the moment before the ``num_batches`` that were accumulated and are trained again."""
+    return moment | {
+        "trained": moment["trained"] - num_batches,
+        "given_up": num_batches,
+        "is_accumulating": False,
+        "is_last_batch": False,
+        "tail": "",
+    }
+
+
 def enter_fit(trainer: Trainer, loops: dict[str, Any], moment: Moment) -> None:
     """Put the fit loop where it was; called when all of Lightning's own restoration is through."""
     fit_loop, epochs = trainer.fit_loop, deepcopy(loops["epoch_progress"])

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.checkpoint.peers import Peers
 from lightning_ft.checkpoint.store_path import place
+from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.workers import shield_workers
 from lightning_ft.elastic.checks import check_choice, check_count, check_type
 from lightning_ft.elastic.collectives import Collectives
@@ -594,6 +595,22 @@ class FTStrategy(LiveRanks):
                 yield
         finally:
             self._live.buffers.due = due
+
+    @property
+    def window(self) -> list[bool] | None:
+        """Which batches were accumulated since the last step, and whether each counts on this rank; for checkpoints.
+
+        None if another fit can't go on within a window: with ``shard_size`` above 1, a constant global batch, manual
+        optimization or streams. It begins the window again.
+        """
+        if self._steps is None or self._live is None or not isinstance(self._live.loader, ElasticLoader):
+            return None
+        return self._steps.window
+
+    def enter_window(self, window: Sequence[bool]) -> None:
+        """Go on, alike on all ranks, within a window whose gradients every rank has again."""
+        assert self._steps is not None
+        self._steps.take_up(window)
 
     def average_anew(self) -> None:
         """Say, alike on all ranks, that the step is run again: the next average is the one that counts.

@@ -31,7 +31,7 @@ from lightning_ft.strategies.ghost import GhostSteps
 from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.replica_memory import ReplicaMemory
-from lightning_ft.strategies.resumption import load_positions_late, name_positions
+from lightning_ft.strategies.resumption import go_on_from_other_strategy, load_positions_late, name_positions
 from lightning_ft.strategies.skipped_steps import allow_skipped_steps
 from lightning_ft.strategies.startup import StartupRecord
 from lightning_ft.strategies.state_digest import state_digest
@@ -105,6 +105,7 @@ class LiveTraining:
         self._received: dict[str, Any] | None = None
         self._taken_back: dict[str, Any] | None = None
         self._handed_batch = 0
+        self._lacks_position = False  # the checkpoint that is resumed
         self._is_changed = True  # since the last checksum
         self._logger_versions: list[Any] | None = None
 
@@ -160,11 +161,16 @@ class LiveTraining:
         epoch_loop.on_advance_end = end_advance  # type: ignore[method-assign]
         allow_skipped_steps(self.trainer)
         load_positions_late(self.trainer, self._after_resumption)
-        name_positions(self.trainer, is_solo=isinstance(self._engine, SoloEngine))
+        name_positions(self.trainer, is_solo=isinstance(self._engine, SoloEngine), on_none=self._expect_no_position)
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+
+    def _expect_no_position(self) -> None:
+        self._lacks_position = True
 
     def _after_resumption(self) -> None:
         if self.loader is not None and not self.loader.deferred:
+            if self._lacks_position:
+                go_on_from_other_strategy(self.trainer, self.loader, self._engine.num_slots)
             set_length_of_resumed(self.trainer, self.loader)
 
     def _survive(self, fit_loop: Any, memory: ReplicaMemory) -> None:

@@ -148,6 +148,11 @@ class GradientReducer:
         for uses, bucket in zip(self._uses, layout.bucket_of, strict=True):
             uses.bucket = bucket
 
+    def take_up(self) -> None:
+        """Have gradients that are there already be those of backward passes since the last reduction."""
+        for uses in self._uses:
+            uses.any = uses.parameter.grad is not None
+
     def arm(self, weight: int, total: int, *, stop: bool, label: str = "gradients") -> None:
         """Collective. Announce the reduction; the backward pass that follows feeds it.
 

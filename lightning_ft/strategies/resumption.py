@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ft.loops.saved_positions import LIGHTNINGS, OURS
+from lightning_ft.strategies.training_data import TrainLoader
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +40,13 @@ def load_positions_late(trainer: Trainer, then: Callable[[], None]) -> None:
     fit_loop.setup_data = set_up_data_where_it_was  # type: ignore[method-assign]
 
 
-def name_positions(trainer: Trainer, *, is_solo: bool) -> None:
+def name_positions(trainer: Trainer, *, is_solo: bool, on_none: Callable[[], None] = lambda: None) -> None:
     """Have the fit loop keep the positions of our loaders under a name of their own, and look for them there.
 
     Args:
         trainer: The trainer.
         is_solo: Whether a loader may be the user's own, whose position Lightning keeps.
+        on_none: Called when there are none in a checkpoint.
 
     """
     fit_loop: Any = trainer.fit_loop
@@ -61,9 +63,10 @@ def name_positions(trainer: Trainer, *, is_solo: bool) -> None:
         positions = state.get(OURS)
         if positions is None and not is_solo and state.get(LIGHTNINGS):
             log.warning(
-                "The checkpoint has the position of rank 0's loader, as it was under another strategy. It is left out: the"
-                " epoch begins with its first batches."
+                "The checkpoint has the position of rank 0's loader, as it was under another strategy. It is left out."
             )
+        if positions is None:
+            on_none()
         if positions is not None and is_solo and any("num_slots" not in position for position in positions):
             raise MisconfigurationException(
                 "The checkpoint was taken in the middle of an epoch whose data was a stream of each rank, but this process"
@@ -75,3 +78,30 @@ def name_positions(trainer: Trainer, *, is_solo: bool) -> None:
         load(state)
 
     fit_loop.on_save_checkpoint, fit_loop.on_load_checkpoint = save_ours, load_ours
+
+
+def go_on_from_other_strategy(trainer: Trainer, loader: TrainLoader, num_slots: int) -> None:
+    """Continue behind the batches that were trained of the epoch, where a checkpoint only says how many of each rank.
+
+    Under Lightning's own strategies a sampler deals to ranks as this one does without faults.
+    """
+    fit_loop = trainer.fit_loop
+    epochs: Any = fit_loop.epoch_progress.current
+    trained = fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
+    trained -= trained % trainer.accumulate_grad_batches  # what a window had gathered is lost
+    if not trained or epochs.started == epochs.processed:
+        return
+    try:
+        loader.load_trained(epochs.processed, num_slots, trained)
+    except ValueError as error:
+        log.warning("%s The epoch begins with its first batches.", error)
+        return
+    assert fit_loop._data_fetcher is not None
+    iter(fit_loop._data_fetcher)
+    log.warning(
+        "The checkpoint is another strategy's and does not say what was trained of epoch %s. It goes on behind the first %s"
+        " batches of each rank, which is right if it was made on %s ranks.",
+        epochs.processed,
+        trained,
+        num_slots,
+    )

@@ -1,6 +1,6 @@
 """How backward passes become optimizer steps: which of them are averaged, and what each average stands for."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -76,6 +76,18 @@ class TrainingSteps:
     def may_pause(self) -> bool:
         """Whether the state is whole: no gradient waits to be averaged."""
         return not self._micro_batches
+
+    @property
+    def window(self) -> list[bool] | None:
+        """Whether each batch since the last average counts; None if another fit can't go on within a window."""
+        if self._live.extra is not None or self._recover is not None or not self._pl_module.automatic_optimization:
+            return None
+        return list(self._micro_batches)
+
+    def take_up(self, window: Sequence[bool]) -> None:
+        """Go on within a window whose gradients are there already."""
+        self._micro_batches = list(window)
+        self._reducer.take_up()
 
     @property
     def _is_automatic(self) -> bool:

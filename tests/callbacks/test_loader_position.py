@@ -197,6 +197,15 @@ def test_ranks_get_their_own_back_under_ddp(tmp_path: Path) -> None:
     run_job(tmp_path, 2, {"num_samples": 29, "strategy": "ddp", "every": 6, "accumulate_grad_batches": 2})
 
 
+def test_ranks_get_their_own_back_under_lightnings_strategy_for_fsdp2(tmp_path: Path) -> None:
+    hooks = ["on_train_batch_end", "on_validation_end"]
+    run_job(
+        tmp_path,
+        2,
+        {"num_samples": 29, "strategy": "fsdp2", "every": 7, "first": 2, "accumulate_grad_batches": 2, "hooks": hooks},
+    )
+
+
 class Ends(Callback):
     """Ends the fit in the middle of its second epoch, and saves then as `OnExceptionCheckpoint` does."""
 
@@ -237,13 +246,43 @@ def run_job(directory: Path, num_ranks: int, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"every": 6}, {"every": 9, "shard_size": 2, "hooks": ["on_train_batch_end", "on_validation_end"]}]
+    "more",
+    [
+        {"every": 6, "accumulate_grad_batches": 2},
+        {"every": 9, "shard_size": 2, "hooks": ["on_train_batch_end", "on_validation_end"]},
+    ],
 )
 def test_under_ftstrategy_a_fit_resumes_exactly(tmp_path: Path, more: dict[str, Any]) -> None:
     script = Path(__file__).parent / "jobs" / "resumed.py"
     options = {"num_samples": 29, "strategy": "ft", "devices": 2, **more}
     run_job_of_ranks(script, [json.dumps(options)], num_slots=2, directory=tmp_path, timeout=170).check()
     assert len(list(tmp_path.glob("done_*"))) == 2
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ft"])
+def test_more_epochs_than_were_planned_go_on_as_if_they_had_been(tmp_path: Path, resumed: ModuleType, strategy: str) -> None:
+    options = {"strategy": strategy, "accumulate_grad_batches": 2}
+    whole = resumed.fit(tmp_path, make(resumed, noisy=True), max_epochs=3, **options)
+    hooks = ("on_train_batch_end", "on_train_epoch_end", "on_train_end")
+    short = resumed.fit(tmp_path, make(resumed, noisy=True), hooks=hooks, max_epochs=1, **options)
+    for name in list(short.taken)[4:]:  # from the last batch on
+        rest = resumed.fit(tmp_path, make(resumed, noisy=True), ckpt=name, max_epochs=3, **options)
+        assert rest.trace == whole.trace[short.taken[name][0] :], name
+        assert all(torch.equal(rest.weights[key], value) for key, value in whole.weights.items()), name
+
+
+def test_a_checkpoint_of_ddp_in_the_middle_of_an_epoch_is_resumed_where_it_was(
+    train: Callable[..., Any], train_with_ddp: Callable[..., Any]
+) -> None:
+    whole = train_with_ddp(callbacks=("Position",))
+    options = {"ckpt_path": str(whole.directory / "steps" / "step=15.ckpt"), "checkpoints": False}
+    same = train(name="as it is", devices=2, **options)
+    same.job.check()
+    assert same.results[0]["fingerprint"] == whole.results[0]["fingerprint"]
+    other = train(name="on three", devices=3, callbacks=("Position",), **options)
+    other.job.check()
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(7 + 1)).tolist()
+    assert other.trained_samples(2) == [Counter(), Counter(order[3 * 2 * 4 :])]
 
 
 def test_another_number_of_ranks_trains_what_was_left_of_the_epoch(train: Callable[..., Any], tmp_path: Path) -> None:

@@ -25,8 +25,11 @@ class Numbers(Dataset[int]):
 class Job:
     """The loaders of the live slots of one job, in one process."""
 
-    def __init__(self, num_samples: int, num_slots: int, drop_last: bool, workers: int = 0) -> None:
+    def __init__(
+        self, num_samples: int, num_slots: int, drop_last: bool, workers: int = 0, *, persistent: bool = False
+    ) -> None:
         self.options = {"batch_size": 3, "drop_last": drop_last, "num_workers": workers}
+        self.options["persistent_workers"] = persistent and workers > 0
         self.num_samples = num_samples
         self.num_slots = num_slots
         self.epoch = 1
@@ -56,7 +59,7 @@ class Job:
             assert all(batch is None for batch in taken.values())
             return None
         if dies is not None and len(self.loaders) > 1:
-            del self.loaders[sorted(self.loaders)[dies % len(self.loaders)]]
+            self.loaders.pop(sorted(self.loaders)[dies % len(self.loaders)]).close()
         live = tuple(sorted(self.loaders))
         own = {slot: loader.has_own_batch for slot, loader in self.loaders.items()}
         for loader in self.loaders.values():
@@ -72,6 +75,10 @@ class Job:
             loader.admit([slot])
         self.loaders[slot] = self.make(slot)
         self.loaders[slot].load_handed_out(state, tuple(sorted(self.loaders)))
+
+    def close(self) -> None:
+        for loader in self.loaders.values():
+            loader.close()
 
     def finish(self) -> list[int]:
         trained: list[int] = []
@@ -115,10 +122,33 @@ def test_every_sample_is_trained_once_across_deaths_rejoins_and_resumptions(
     assert Counter(job.finish()) == undisturbed(num_samples, phases[-1][0], drop_last, epoch=2)
 
 
-def test_workers_follow_to_another_number_of_slots() -> None:
-    job = Job(35, 3, drop_last=False, workers=1)
-    job.begin()
-    trained = [*(job.step() or []), *(job.step(dies=1) or [])]
-    other = Job(35, 2, drop_last=False, workers=2)
-    other.begin(job.state())
-    assert Counter(trained + other.finish()) == Counter(range(35))
+@given(
+    num_samples=st.integers(10, 40),
+    phases=st.lists(st.tuples(phase, st.sampled_from([0, 1, 2]), st.booleans()), min_size=2, max_size=3),
+)
+@settings(max_examples=5, deadline=None)
+def test_any_number_of_workers_follows_to_another_number_of_slots(
+    num_samples: int, phases: list[tuple[tuple[int, list[tuple[str, int]]], int, bool]]
+) -> None:
+    trained: list[int] = []
+    state = None
+    jobs: list[Job] = []
+    for (num_slots, events), workers, persistent in phases:
+        for job in jobs[-1:]:
+            job.close()
+        job = Job(num_samples, min(3, num_slots), drop_last=False, workers=workers, persistent=persistent)
+        jobs.append(job)
+        job.begin(state)
+        for kind, slot in events:
+            if kind == "join":
+                job.join(slot)
+            else:
+                trained += job.step(slot if kind == "death" else None) or []
+        state = job.state()
+    trained += job.finish()
+    assert Counter(trained) == Counter(range(num_samples))
+    job.epoch = 2
+    for loader in job.loaders.values():
+        iter(loader)
+    assert Counter(job.finish()) == Counter(range(num_samples))
+    job.close()

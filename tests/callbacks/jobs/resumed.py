@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 import torchmetrics
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
@@ -81,6 +84,30 @@ class Model(LightningModule):
             scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
             return [optimizer], [{"scheduler": scheduler, "monitor": "loss", "interval": self.plateau}]
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9), "interval": "step"}]
+
+
+class ShardedByHand(Model):
+    """Shards itself, as Lightning's own strategy for FSDP2 wants it."""
+
+    def configure_model(self) -> None:
+        if not isinstance(self.net, FSDPModule):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index,unused-ignore]
+
+
+class Data(LightningDataModule):
+    """Keeps what is this rank's alone, and gets that back."""
+
+    def __init__(self, make_loader: Callable[[], Any], validation: Any, rank: int) -> None:
+        super().__init__()
+        self.train_dataloader = make_loader  # type: ignore[method-assign]
+        self.val_dataloader = lambda: validation  # type: ignore[method-assign]
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"rank": self.rank}
 
 
 class Rows(Logger):
@@ -178,6 +205,7 @@ def fit(
     seed: int = 3,
     model_type: type[Model] = Model,
     shard_size: int = 1,
+    rank: int | None = None,
     **options: Any,
 ) -> Fit:
     seed_everything(3, verbose=False)
@@ -186,6 +214,8 @@ def fit(
     seed_everything(seed if ckpt is None else 99, verbose=False)
     if shard_size > 1:
         options["strategy"] = FTStrategy(shard_size=shard_size)
+    if options.get("strategy") == "fsdp2":
+        options["strategy"] = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     snapshots = Snapshots(directory, model, rows, hooks)
     trainer = Trainer(
         accelerator="cpu",
@@ -201,17 +231,24 @@ def fit(
     )
     validation = DataLoader(Numbers(num_validation or 2), batch_size=2)
     path = None if ckpt is None else directory / ckpt
-    trainer.fit(model, make_loader(), validation, ckpt_path=path, weights_only=False)
+    if rank is None:
+        trainer.fit(model, make_loader(), validation, ckpt_path=path, weights_only=False)
+    else:
+        trainer.fit(model, datamodule=Data(make_loader, validation, rank), ckpt_path=path, weights_only=False)
     return Fit(
         model.trace,
         rows.rows,
-        {name: value.detach().clone() for name, value in model.state_dict().items()},
+        {name: _own(value).detach().clone() for name, value in model.state_dict().items()},
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         trainer.global_step,
         trainer.current_epoch,
         (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
         snapshots.taken,
     )
+
+
+def _own(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def assert_resumable(
@@ -238,8 +275,10 @@ def main() -> None:
     rank = int(os.environ.get("RANK", os.environ.get("LIGHTNING_FT_SLOT", 0)))
     devices = options.pop("devices", None) or int(os.environ["WORLD_SIZE"])
     loading = {"batch_size": 3, "shuffle": True, **options.pop("loading", {})}
+    if options.get("strategy") == "fsdp2":
+        options["model_type"] = ShardedByHand
     data = Numbers(options.pop("num_samples"), noisy="num_workers" not in loading)
-    assert_resumable(Path("."), lambda: DataLoader(data, **loading), seed=3 + rank, devices=devices, **options)
+    assert_resumable(Path("."), lambda: DataLoader(data, **loading), seed=3 + rank, rank=rank, devices=devices, **options)
     Path(f"done_{rank}").touch()
 
 
