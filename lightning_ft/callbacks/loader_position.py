@@ -448,6 +448,8 @@ def _enter_loaders(trainer: Trainer, data_fetcher: Any, moment: Moment) -> None:
         iterator._idx += moment["trained"]  # for a step that takes its batches itself
     if moment["within_epoch"] and trainer.fit_loop.max_batches != float("inf") and remaining is not None:
         trainer.fit_loop.max_batches = moment["trained"] + remaining
+        if trainer.val_check_interval == 1.0 and isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, trainer.fit_loop.max_batches)
 
 
 def _gather(trainer: Trainer, section: dict[str, Any]) -> dict[int, dict[str, Any]] | None:

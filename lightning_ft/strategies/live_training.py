@@ -105,7 +105,7 @@ class LiveTraining:
         self._received: dict[str, Any] | None = None
         self._taken_back: dict[str, Any] | None = None
         self._handed_batch = 0
-        self._lacks_position = False  # the checkpoint that is resumed
+        self._is_known_elsewhere = self._is_unknown = False  # the position in a checkpoint that has none for the loader
         self._is_changed = True  # since the last checksum
         self._logger_versions: list[Any] | None = None
 
@@ -161,15 +161,16 @@ class LiveTraining:
         epoch_loop.on_advance_end = end_advance  # type: ignore[method-assign]
         allow_skipped_steps(self.trainer)
         load_positions_late(self.trainer, self._after_resumption)
-        name_positions(self.trainer, is_solo=isinstance(self._engine, SoloEngine), on_none=self._expect_no_position)
+        name_positions(self.trainer, is_solo=isinstance(self._engine, SoloEngine), on_load=self._note_lacking_position)
         epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
-    def _expect_no_position(self) -> None:
-        self._lacks_position = True
+    def _note_lacking_position(self, is_known: bool) -> None:
+        self._is_known_elsewhere, self._is_unknown = is_known, not is_known
 
     def _after_resumption(self) -> None:
-        if self.loader is not None and not self.loader.deferred:
-            if self._lacks_position:
+        is_there = self.has_received or not self._is_known_elsewhere
+        if self.loader is not None and not self.loader.deferred and is_there:
+            if self._is_unknown:
                 go_on_from_other_strategy(self.trainer, self.loader, self._engine.num_slots)
             set_length_of_resumed(self.trainer, self.loader)
 

@@ -40,13 +40,13 @@ def load_positions_late(trainer: Trainer, then: Callable[[], None]) -> None:
     fit_loop.setup_data = set_up_data_where_it_was  # type: ignore[method-assign]
 
 
-def name_positions(trainer: Trainer, *, is_solo: bool, on_none: Callable[[], None] = lambda: None) -> None:
+def name_positions(trainer: Trainer, *, is_solo: bool, on_load: Callable[[bool], None] = lambda known: None) -> None:
     """Have the fit loop keep the positions of our loaders under a name of their own, and look for them there.
 
     Args:
         trainer: The trainer.
         is_solo: Whether a loader may be the user's own, whose position Lightning keeps.
-        on_none: Called when there are none in a checkpoint.
+        on_load: Told, for a checkpoint, whether anybody has positions for it, if they are not in there.
 
     """
     fit_loop: Any = trainer.fit_loop
@@ -65,8 +65,8 @@ def name_positions(trainer: Trainer, *, is_solo: bool, on_none: Callable[[], Non
             log.warning(
                 "The checkpoint has the position of rank 0's loader, as it was under another strategy. It is left out."
             )
-        if positions is None:
-            on_none()
+        if not positions:
+            on_load(positions is not None)
         if positions is not None and is_solo and any("num_slots" not in position for position in positions):
             raise MisconfigurationException(
                 "The checkpoint was taken in the middle of an epoch whose data was a stream of each rank, but this process"
