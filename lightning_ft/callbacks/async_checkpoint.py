@@ -22,8 +22,9 @@ from lightning_ft.callbacks.resumable_checkpoint import ResumableCheckpoint
 from lightning_ft.callbacks.shared_names import check_names
 from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.pending_save import PendingSave
+from lightning_ft.checkpoint.reader import paths_in
 from lightning_ft.checkpoint.snapshot import Fence
-from lightning_ft.checkpoint.store_path import place
+from lightning_ft.checkpoint.store_path import is_store, place
 from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
 from lightning_ft.errors import CheckpointNotCommittedError
 from lightning_ft.events.log import EventLog
@@ -94,6 +95,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
         self._fence: Fence | None = None
         self._saves: deque[BegunSave] = deque()
         self._newest: str | None = None
+        self._in_store: set[str] = set()
+        """What is there, so that the training need not ask the store, and wait for it, whenever something is saved."""
         self._told = (-1, "")
         self._is_raising = False
         self._is_last = False
@@ -137,6 +140,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         check_names(self, [one for one in trainer.checkpoint_callbacks if not isinstance(one, AsyncCheckpoint)])
+        if is_store(str(self.dirpath)):  # leftovers are collected by now
+            self._in_store = paths_in(self._places(str(self.dirpath)))
         self._seen_changes = None
         self._close_fence()
         self._fence = Fence(trainer.optimizers, self.wait_for_copy)
@@ -306,8 +311,11 @@ class AsyncCheckpoint(ResumableCheckpoint):
             if isinstance(callback, AsyncCheckpoint)
             for save in callback._saves
         )
-        there = trainer.is_global_zero and (begun or place(filepath).exists())
+        there = trainer.is_global_zero and (begun or self._is_there(os.fspath(filepath)))
         return trainer.strategy.reduce_boolean_decision(there, all=False)
+
+    def _is_there(self, filepath: str) -> bool:
+        return filepath in self._in_store if is_store(filepath) else os.path.exists(filepath)
 
     def _link_checkpoint(self, trainer: Trainer, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         """Link to a checkpoint once it is there."""
@@ -338,6 +346,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
         self._record(save)
         if save.error is None:
             self._newest = str(save.target)
+            self._in_store.add(self._newest)
+            self._in_store.difference_update(map(str, save.replaces))
             return
         if isinstance(save.error, CheckpointNotCommittedError):
             step, reason, because_of_death, _ = save.error.args

@@ -122,6 +122,18 @@ def places(dirpath: str | os.PathLike[str], depth: int) -> list[str]:
     return found
 
 
+def paths_in(dirpaths: Iterable[str]) -> set[str]:
+    """Return what lies directly in directories of a store; nothing, after a warning, if it does not answer."""
+    found: set[str] = set()
+    try:
+        for dirpath in dirpaths:
+            with suppress(FileNotFoundError):
+                found.update(str(entry.path) for entry in StorePath(dirpath).entries())
+    except StoreUnreachableError as error:
+        log.warning("%s Checkpoints that are there may be replaced by others of their names.", error)
+    return found
+
+
 def _directories(path: Place) -> list[Place]:
     """Return the directories in a directory, by name; links are none."""
     if isinstance(path, StorePath):

@@ -76,6 +76,8 @@ class Writer:
             try:
                 socket.send_fds(connection, [json.dumps(order).encode()], [image.descriptor])
                 answer = connection.recv(writer_process.MESSAGE_BYTES)
+            except TimeoutError:
+                answer, reason = b"", f"it did not answer within {timeout.total_seconds():g} s"
             except OSError as error:
                 answer, reason = b"", str(error)
             else:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import resource
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft.callbacks.async_checkpoint import AsyncCheckpoint
 from lightning_ft.checkpoint.reader import candidates, check
+from lightning_ft.checkpoint.store_path import StorePath
 from lightning_ft.checkpoint.verify import read_manifest
 from lightning_ft.errors import CheckpointNotCommittedError
 from lightning_ft.testing.processes import children
@@ -78,18 +80,25 @@ def limit(size: int) -> Callable[[int], None]:
 
 def fit(saver: AsyncCheckpoint, root: Path, actions: dict[int, Callable[[int], None]], num_steps: int = 6) -> At:
     at = At(saver, actions)
-    trainer = Trainer(
+    make_trainer(root, [at, saver], num_steps).fit(Regression(), data())
+    return at
+
+
+def make_trainer(root: Path, callbacks: list[Callback], num_steps: int) -> Trainer:
+    return Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=num_steps,
-        callbacks=[at, saver],
+        callbacks=callbacks,
         default_root_dir=root,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Regression(), DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4))
-    return at
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(64, 8)), batch_size=4)
 
 
 def test_a_save_that_finds_the_disk_full_is_told_once_and_costs_no_older_checkpoint(
@@ -130,6 +139,36 @@ def test_a_failed_save_ends_the_training_if_asked_to(tmp_path: Path) -> None:
         fit(saver, tmp_path, {2: limit(2048)})
     assert names(tmp_path / "saved") == ["step=2.ckpt"]
     assert "writer_process" not in "".join(command_of(pid) for pid in children(os.getpid()))
+
+
+def test_a_training_asks_a_store_nothing_while_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = f"memory://{tmp_path.name}"
+    asked: list[str] = []
+    original = StorePath._asking
+
+    def noted(path: StorePath) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            asked.append(str(path))
+        return original(path)
+
+    class Stepping(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 0:
+                monkeypatch.setattr(StorePath, "_asking", noted)
+
+        def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+            monkeypatch.undo()
+
+    StorePath(f"{root}/step=2.ckpt/somebody's").write_bytes(b"1")
+    saver = AsyncCheckpoint(root, "{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True)
+    trainer = make_trainer(tmp_path, [Stepping(), saver], 5)
+    trainer.fit(Regression(), data())
+    assert asked == []
+    assert {StorePath(candidate.path).name for candidate in candidates(root)} == {"step=4.ckpt", "step=5.ckpt", "last.ckpt"}
+    assert StorePath(f"{root}/step=2.ckpt/somebody's").exists()
+    trainer = make_trainer(tmp_path, [AsyncCheckpoint(root, "{step}", every_n_train_steps=5)], 5)
+    trainer.fit(Regression(), data())
+    assert candidates(root)[0].path == f"{root}/step=5-v1.ckpt"
 
 
 def test_a_slow_disk_never_leaves_less_than_what_was_there(tmp_path: Path) -> None:
