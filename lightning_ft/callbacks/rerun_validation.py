@@ -31,10 +31,10 @@ class RerunValidation(Callback):
 
     If the rerun computes something else, the error was transient, and training goes on with what the rerun computed. If it
     computes the same, the value is correct, and so the data or the model to blame, or the device computes it wrongly every
-    time. The other replicas tell: each runs the step's batches of another one. Where none can be asked (on one device, or if
-    parameters are sharded), Megatron-LM's way is gone: a value that must not be applied (NaN, infinity) ends the job with a
-    checkpoint and exit code 16. Resumed on another device, with :class:`~lightning_ft.callbacks.LoaderPosition`, the job
-    begins with that step and says what it was. Tracker file and exit codes (16, 17) are Megatron's.
+    time. The other replicas tell: each runs the step's batches of another one. Where none can be asked (there is one
+    device, or one sharded replica), Megatron-LM's way is gone: a value that must not be applied (NaN, infinity) ends the job
+    with a checkpoint and exit code 16. Resumed on another device, with :class:`~lightning_ft.callbacks.LoaderPosition`, the
+    job begins with that step and says what it was. Tracker file and exit codes (16, 17) are Megatron's.
 
     Works under FTStrategy, ``ddp``, FSDP2 (``ModelParallelStrategy``) and on a single device, in automatic optimization.
     A module may have values of its own validated within ``training_step``: :meth:`validate`.

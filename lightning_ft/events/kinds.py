@@ -100,7 +100,8 @@ KINDS: Mapping[str, Kind] = {
     "rejection": Kind(
         "a value of a step was rejected",
         {"step": int, "epoch": int, "batch_idx": int, "rank": int, "name": str, "verdict": str, "action": str},
-        {"value": object, "rerun_value": object, "expected": str, "since_step": int, "since_ranks": list},
+        {"value": object, "rerun_value": object, "expected": str, "since_step": int, "since_ranks": list}
+        | {"of_slot": int | None},
     ),
     "replay": Kind(
         "earlier steps were run again to find where values began to be wrong",

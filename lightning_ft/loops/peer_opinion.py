@@ -1,4 +1,4 @@
-"""A second opinion on a step from other ranks: each runs the batches of the rank before it, with the same weights."""
+"""A second opinion on a step from other replicas: each runs the batches of the one before it, with the same weights."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ from lightning_ft.rerun.passes import Passes
 from lightning_ft.rerun.state_machine import RerunStateMachine
 from lightning_ft.rerun.states import RerunDiagnostic
 from lightning_ft.rerun.step_values import StepValidation, measure
-from lightning_ft.trainer.slots import gather_by_slot, slot_of
+from lightning_ft.trainer.slots import gather_by_slot, is_elastic, replica_of, shard_of, slot_of
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,10 @@ class PeerOpinion:
     """Asks the other replicas about values that a rank computed twice.
 
     All ranks are in it, since passes may call collectives: each sends its batches and random numbers to the next one,
-    and runs those of the one before, with its own copy of the weights. What comes out otherwise elsewhere was computed
-    wrongly. An average that is bad is traced to the rank whose own gradient comes out otherwise elsewhere.
+    and runs those of the one before, with its own copy of the weights. Where ranks share one, each runs those of the rank
+    that holds the same shard in the replica before, so that a replica runs another one's step as a whole. What comes out
+    otherwise elsewhere was computed wrongly. An average that is bad is traced to the rank, or all ranks of the replica,
+    whose own gradient comes out otherwise elsewhere.
 
     Args:
         trainer: The trainer.
@@ -89,23 +91,29 @@ class PeerOpinion:
     def __call__(self, findings: Sequence[Finding]) -> Mapping[int, RerunDiagnostic] | None:
         """Collective. Return what the values of each rank turned out to be; None if there is nobody to ask."""
         self.blamed = {}
-        if any(isinstance(parameter, DTensor) for parameter in self._pl_module.parameters()):
-            return None  # a pass needs all ranks of a replica
+        if self._is_sharded and not is_elastic(self._trainer):
+            return None  # there is one replica
         standing = gather_by_slot(self._trainer, (self._trainer.global_rank, self._window.can_be_replayed))
         ranks = {slot: rank for slot, (rank, _) in standing.items()}
         slots = {rank: slot for slot, rank in ranks.items()}
         if not all(can_be_replayed for _, can_be_replayed in standing.values()):
             return None
         while True:
-            packed = gather_by_slot(self._trainer, self._pack())
-            if len(packed) < 2 or None in packed.values():
+            packed = gather_by_slot(self._trainer, (shard_of(self._trainer), replica_of(self._trainer), self._pack()))
+            places = {slot: (shard, replica) for slot, (shard, replica, _) in packed.items()}
+            passes = {slot: passes for slot, (_, _, passes) in packed.items()}
+            if len({replica for _, replica in places.values()}) < 2 or None in passes.values():
                 return None
-            heard = self._ask(findings, slots, packed)
+            heard = self._ask(findings, slots, judged_by(places), passes)
             verdicts = judge(findings, slots, heard)
             if verdicts is not None:
                 break  # else somebody died, and those who are left ask each other
         self.blamed = {slot: ranks[slot] for slot in verdicts.blamed} if heard.keys() - set(verdicts.blamed) else {}
         return verdicts.of_rank
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(isinstance(parameter, DTensor) for parameter in self._pl_module.parameters())
 
     def slots_of(self, ranks: Iterable[int]) -> dict[int, int]:
         """Collective. Return the slots of ``ranks``, with their ranks; none if that is everybody."""
@@ -113,10 +121,12 @@ class PeerOpinion:
         slots = {slot: rank for slot, rank in live.items() if rank in asked}
         return slots if len(slots) < len(live) else {}
 
-    def _ask(self, findings: Sequence[Finding], slots: Mapping[int, int], packed: Mapping[int, Any]) -> dict[int, Heard]:
-        """Collective. Run the batches of the slot before this one; return what everybody says, by slot."""
-        cycle, slot = sorted(packed), slot_of(self._trainer)
-        of = cycle[cycle.index(slot) - 1]
+    def _ask(
+        self, findings: Sequence[Finding], slots: Mapping[int, int], judged: Mapping[int, int], packed: Mapping[int, Any]
+    ) -> dict[int, Heard]:
+        """Collective. Run the batches of the slot that this one judges; return what everybody says, by slot."""
+        slot = slot_of(self._trainer)
+        of = judged[slot]
         with self._aside():
             own_norm, _ = self._run(pickle.loads(packed[slot]))
             norm, passes = self._run(pickle.loads(packed[of]))
@@ -160,7 +170,8 @@ class PeerOpinion:
                 foreign = MicroBatch(batch, arguments, here.begin, is_inner=True, is_own=there["is_own"], seen=batch)
                 _set_rng_states(there["random"])
                 with nullcontext() if self._own_gradient is None else self._own_gradient.measured():  # the last one counts
-                    self._window.run_apart(foreign)
+                    # Shards have their gradient with the last pass; other gradients would be averaged with it.
+                    self._window.run_apart(foreign, is_last=self._is_sharded and place == len(passes) - 1)
                 if foreign.is_own and foreign.loss is not None:
                     losses.append((place, foreign.loss))
             scaler = getattr(self._trainer.precision_plugin, "scaler", None)
@@ -189,6 +200,20 @@ class PeerOpinion:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             before.restore()
+
+
+def judged_by(places: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """Return for each slot the one whose batches it runs: of the replica before, where it holds the same shard.
+
+    Args:
+        places: For each slot, which shard of which replica it holds.
+
+    """
+    judged: dict[int, int] = {}
+    for shard in {shard for shard, _ in places.values()}:
+        cycle = sorted((replica, slot) for slot, (held, replica) in places.items() if held == shard)
+        judged |= {slot: cycle[index - 1][1] for index, (_, slot) in enumerate(cycle)}
+    return judged
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class Rejections:
         """
         batches = [micro_batch.arguments["batch_idx"] for micro_batch in micro_batches]
         events = getattr(trainer.strategy, "events", None)
+        members = getattr(trainer.strategy, "members", range(trainer.world_size))
         for finding in findings:
             verdict = "undecided" if finding.diagnostic is None else finding.diagnostic.value
             row: dict[str, Any] = {
@@ -53,6 +54,7 @@ class Rejections:
                 "epoch": trainer.current_epoch,
                 "batch_idx": batches[-1 if finding.micro_batch is None else finding.micro_batch],
                 "rank": finding.rank,
+                "of_slot": members[finding.rank] if finding.rank < len(members) else None,
                 "name": finding.message,
                 "value": _told(finding.value),
                 "rerun_value": _told(finding.rerun_value),

@@ -16,11 +16,13 @@ from lightning_ft.loops.own_gradient import OwnGradient
 from lightning_ft.loops.repeated_steps import KeptStep, StepRepeater, sends_buffers
 from lightning_ft.loops.training_snapshot import TrainingSnapshot
 from lightning_ft.loops.window import StepWindow
-from lightning_ft.rerun.divergence import Divergence, earliest, first_divergence
+from lightning_ft.rerun.divergence import Divergence, Exactness, earliest, first_divergence
 from lightning_ft.rerun.step_values import Measured
-from lightning_ft.trainer.slots import gather_by_slot
+from lightning_ft.trainer.slots import gather_by_slot, is_elastic
 
 log = logging.getLogger(__name__)
+
+_DIED = "somebody died meanwhile, whose gradients are in their averages"
 
 
 @dataclass(frozen=True)
@@ -88,10 +90,12 @@ class RollingReplay:
         self._options = options
         self._tolerance = tolerance
         self._rows = rows
+        self._exactness = Exactness()
         self._repeater = StepRepeater(trainer, pl_module, window, own_gradient)
         self._snapshot: TrainingSnapshot | None = None
         self._steps: list[KeptStep] = []
         self._conditions: Any = None
+        self._averaged_over: set[int] = set()  # slots
         self._sends_buffers: bool | None = None
 
     def begin_step(self) -> None:
@@ -114,11 +118,13 @@ class RollingReplay:
                 self._search(step.without_passes())  # which are run again with those that follow
             self._begin_anew()
         if self._snapshot is not None:
+            self._averaged_over |= set(getattr(self._trainer.strategy, "averaged_over", range(self._trainer.world_size)))
             self._steps.append(step)
 
     def end_training(self) -> None:
         """Collective. Run what is left again, if all steps are to be."""
-        if self._options.when != "always" or any(isinstance(p, DTensor) for p in self._pl_module.parameters()):
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in self._pl_module.parameters())
+        if self._options.when != "always" or (is_sharded and is_elastic(self._trainer)):
             return  # outside of a step nobody takes over for the ranks of a replica
         end = self._repeater.keep([], (), sends_buffers=None, is_applied=False)
         if self._follows(end):
@@ -133,6 +139,7 @@ class RollingReplay:
         """Forget all steps. May be called twice."""
         self._snapshot = None
         self._steps.clear()
+        self._averaged_over = set()
 
     def _keep(self, measured: Sequence[Measured], *, is_applied: bool) -> KeptStep:
         return self._repeater.keep(
@@ -165,23 +172,28 @@ class RollingReplay:
         assert self._snapshot is not None
         trainer, steps = self._trainer, [*self._steps, step]
         numbers = [kept.record.step for kept in steps]
-        can_be_repeated = all(kept.can_be_repeated for kept in steps)
-        asked = gather_by_slot(trainer, (trainer.global_rank, numbers, can_be_repeated))
-        if not all(can and theirs == numbers for _, theirs, can in asked.values()):
-            if trainer.is_global_zero:
-                log.warning("Steps %s to %s can't be run again: a batch of them was changed in place.", *_ends(numbers))
+        mine = (trainer.global_rank, numbers, self._averaged_over, all(kept.can_be_repeated for kept in steps))
+        asked = gather_by_slot(trainer, mine)
+        if not all(can for _, _, _, can in asked.values()):
+            self._give_up(numbers, "a batch of them was changed in place")
+            return None
+        if not all((theirs, over) == (numbers, {*asked}) for _, theirs, over, _ in asked.values()):
+            self._give_up(numbers, _DIED)
             return None
         records = self._repeater.repeat(self._snapshot, steps)
-        own = first_divergence([kept.record for kept in steps], records, self._tolerance)
+        own = first_divergence([kept.record for kept in steps], records, self._tolerance, self._exactness)
         answers = gather_by_slot(trainer, own)
         if answers.keys() != asked.keys():
-            if trainer.is_global_zero:
-                log.warning("Somebody died while steps %s to %s were run again: nothing is said of them.", *_ends(numbers))
+            self._give_up(numbers, _DIED)
             return None
         of_ranks = {asked[slot][0]: divergence for slot, divergence in answers.items()}
         row = _report(trainer, numbers, earliest(of_ranks))
         self._rows.append(row)
         return row
+
+    def _give_up(self, numbers: Sequence[int], reason: str) -> None:
+        if self._trainer.is_global_zero:
+            log.warning("Nothing is said of steps %s to %s, which can't be run again: %s.", *_ends(numbers), reason)
 
 
 def _report(trainer: Trainer, numbers: Sequence[int], found: dict[int, Divergence]) -> dict[str, Any]:

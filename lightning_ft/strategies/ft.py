@@ -585,7 +585,10 @@ class FTStrategy(LiveRanks):
 
     @contextmanager
     def aside(self) -> Generator[None, None, None]:
-        """While this is entered, passes without synchronization are nobody's: nothing is counted, no gradient stays."""
+        """While this is entered, passes are nobody's: nothing is counted, nor averaged over replicas, no gradient stays.
+
+        With sharded modules gradients do stay; a pass with synchronization has those of its replica.
+        """
         assert self._steps is not None
         assert self._live is not None
         assert self._live.buffers is not None
@@ -636,6 +639,12 @@ class FTStrategy(LiveRanks):
         assert self._steps is not None
         with self._steps.repeating() as averaged:
             yield averaged
+
+    @property
+    def averaged_over(self) -> tuple[int, ...]:
+        """Slots whose gradients are in the newest average."""
+        assert self._steps is not None
+        return self._steps.averaged_over
 
     @property
     def sends_buffers(self) -> bool:

@@ -90,6 +90,11 @@ class TrainingSteps:
         self._reducer.take_up()
 
     @property
+    def averaged_over(self) -> tuple[int, ...]:
+        """Slots whose gradients are in the newest average."""
+        return () if self._reduced is None else self._reduced.members
+
+    @property
     def _is_automatic(self) -> bool:
         """Whether every optimizer step follows from one reduction."""
         return self._pl_module.automatic_optimization and not self._pl_module.trainer.fit_loop._skip_backward
@@ -98,11 +103,12 @@ class TrainingSteps:
     def aside(self) -> Iterator[None]:
         """Let passes be nobody's: their gradients do not stay, and nothing of them is counted or averaged."""
         window, self._micro_batches = self._micro_batches, []
+        synchronize, self._synchronize = self._synchronize, False
         try:
             with self._reducer.ghost_backward():
                 yield
         finally:
-            self._micro_batches = window
+            self._micro_batches, self._synchronize = window, synchronize
 
     @contextmanager
     def repeating(self) -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
@@ -130,7 +136,7 @@ class TrainingSteps:
     @contextmanager
     def without_synchronization(self) -> Iterator[None]:
         """Keep gradients local: the window of accumulation is not over."""
-        self._synchronize = False
+        before, self._synchronize = self._synchronize, False
         num_micro_batches = len(self._micro_batches)
         try:
             yield
@@ -138,7 +144,7 @@ class TrainingSteps:
                 self._micro_batches.append(False)  # `training_step` returned None
                 self._end_passes()
         finally:
-            self._synchronize = True
+            self._synchronize = before
 
     @contextmanager
     def backward(self, loss: Tensor) -> Iterator[Tensor]:

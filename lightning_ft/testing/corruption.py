@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_ft.elastic.checks import check_choice, check_count
@@ -27,9 +28,9 @@ class Corruption:
     Args:
         kind: "nan", "inf", "spike": times a million; "bit_flip": the highest bit of its exponent that is 0 becomes 1, of
             the largest element. (A flip of a low bit changes nothing that could be told from a rounding.)
-        where: "loss"; "gradient": of the last parameter in one backward pass; "activation": an output of the last layer;
-            "parameter": an element of the last parameter, for good; "batch": an element of the first tensor with
-            fractions, before anything is done with it.
+        where: "loss"; "gradient": of the last parameter in one backward pass, or of the last layer's output where
+            parameters are sharded; "activation": an output of the last layer; "parameter": an element of the last
+            parameter, for good; "batch": an element of the first tensor with fractions, before anything is done with it.
         batch_idx: In which batch of the epoch.
         epoch: In which epoch.
         slot: In which slot (rank, but under FTStrategy); None: in all of them.
@@ -97,7 +98,7 @@ class Corruptions(Callback):
         self._mine: list[int] = []
 
     @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         environment = RankEnvironment.of_process()
         slot = trainer.global_rank if environment is None else environment.slot
         mine = [i for i, c in enumerate(self.corruptions) if c.slot in (None, slot)]
@@ -109,7 +110,8 @@ class Corruptions(Callback):
             self._due = [index for index in mine if self._is_due(index, trainer, batch_idx)]
             for corruption in self._take("parameter"):
                 with torch.no_grad():
-                    parameter.copy_(corruption.corrupt(parameter))
+                    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    held.copy_(corruption.corrupt(held))
             output = training_step(batch, batch_idx, *args)
             for corruption in self._take("loss"):
                 output = _with_loss(output, corruption)
@@ -118,6 +120,8 @@ class Corruptions(Callback):
         def corrupted_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             for corruption in self._take("activation"):
                 output = corruption.corrupt(output)
+            if isinstance(parameter, DTensor) and output.requires_grad:
+                output.register_hook(corrupted_gradient)
             return output
 
         def corrupted_gradient(gradient: Tensor) -> Tensor:
@@ -125,7 +129,9 @@ class Corruptions(Callback):
                 gradient = corruption.corrupt(gradient)
             return gradient
 
-        self._handles = [layer.register_forward_hook(corrupted_output), parameter.register_hook(corrupted_gradient)]
+        self._handles = [layer.register_forward_hook(corrupted_output)]
+        if not isinstance(parameter, DTensor):  # which backward does not come to
+            self._handles.append(parameter.register_hook(corrupted_gradient))
         self._strategy = trainer.strategy
         trainer.strategy.training_step = corrupted_step  # type: ignore[method-assign]
         self._mine = mine

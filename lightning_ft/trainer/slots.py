@@ -27,6 +27,13 @@ def shard_of(trainer: Trainer) -> int:
     return 0 if engine is None else int(engine.replica.shard)
 
 
+def replica_of(trainer: Trainer) -> int:
+    """Return which copy of the state this rank holds, or has a share in; all that share one have the same."""
+    strategy: Any = trainer.strategy
+    engine = getattr(strategy, "engine", None)
+    return trainer.global_rank if engine is None else min(engine.replica.slots)
+
+
 def is_elastic(trainer: Trainer) -> bool:
     """Return whether ranks may leave and join."""
     return hasattr(trainer.strategy, "gather_objects")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ft.loops.peer_opinion import Heard, judge, with_culprits
+from lightning_ft.loops.peer_opinion import Heard, judge, judged_by, with_culprits
 from lightning_ft.rerun.findings import Finding
 from lightning_ft.rerun.states import RerunDiagnostic
 from lightning_ft.testing import (
@@ -49,6 +49,32 @@ def test_data_is_told_from_ranks_that_compute_wrongly_which_are_excluded_within_
     assert all(result["finite"] and math.isfinite(result["loss"]) for result in ended)
     if len(ended) > 1:
         assert_weights_equal(*(result["fingerprint"] for result in ended))
+
+
+def test_a_replica_of_several_ranks_is_judged_by_another_one_as_a_whole(tmp_path):
+    options = {"strategy": "sharded", "gradient": [2, 4], "loss": [1, 7]}
+    job = run_job(JOB, [json.dumps(options)], num_slots=4, directory=tmp_path, timeout=240.0)
+    job.check()
+    assert_every_ticket_once(job.events)
+    assert_steps_contiguous(job.events)
+    told = [(e["step"], e["of_slot"], e["name"], e["verdict"]) for e in job.events if e["event"] == "rejection"]
+    assert list(dict.fromkeys(told)) == [
+        (5, 2, "gradient norm", "persistent_error"),
+        (5, 3, "gradient norm", "persistent_error"),  # who shares a gradient with it
+        (8, 1, "loss", "persistent_error"),
+        (10, 1, "loss", "correct_result"),
+    ]
+    excluded = {e["slot"] for e in job.events if e["event"] == "exit" and "excluded" in e["how"]}
+    assert excluded == {1, 2, 3}
+    ended = results(tmp_path)
+    assert all(result["finite"] and math.isfinite(result["loss"]) for result in ended)
+    assert_weights_equal(*(result["fingerprint"] for result in ended))
+
+
+def test_who_is_judged_by_whom_holds_the_same_shard_in_another_replica() -> None:
+    assert judged_by({0: (0, 0), 3: (0, 3), 5: (0, 5)}) == {0: 5, 3: 0, 5: 3}
+    places = {0: (0, 0), 1: (1, 0), 2: (0, 2), 3: (1, 2), 6: (0, 5), 5: (1, 5)}
+    assert judged_by(places) == {0: 6, 1: 5, 2: 0, 3: 1, 6: 2, 5: 3}
 
 
 def finding(rank: int, message: str = "loss", shared: bool = False) -> Finding:

@@ -30,11 +30,15 @@ class Model(LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(7, 30), nn.BatchNorm1d(30), nn.Tanh(), nn.Dropout(0.2), nn.Linear(30, 1))
         self.options = options
-        self.net[4].weight.register_hook(self.spoil)
+        self.net[4].register_forward_hook(self.watch)  # a sharded parameter would have no hook of its own
 
     def is_broken(self, what: str) -> bool:
         slot, step = self.options.get(what, (-1, 0))
         return place(self.trainer) == (slot, 0) and self.trainer.global_step >= step
+
+    def watch(self, layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.spoil)
 
     def spoil(self, gradient: Tensor) -> Tensor:
         return gradient * math.inf if self.is_broken("gradient") else gradient
@@ -54,10 +58,16 @@ def main() -> None:
     options = json.loads(sys.argv[1])
     seed_everything(3, verbose=False)
     validation = RerunValidation()
+    strategies: dict[str, Any] = {
+        "ddp": lambda: "ddp",
+        "FTStrategy": FTStrategy,
+        "sharded": lambda: FTStrategy(2, min_replicas=2),
+    }
+    devices = 4 if options["strategy"] == "sharded" else 3
     trainer = Trainer(
         accelerator="cpu",
-        devices=3,
-        strategy="ddp" if options["strategy"] == "ddp" else FTStrategy(),
+        devices=devices,
+        strategy=strategies[options["strategy"]](),
         max_epochs=1,
         callbacks=[validation],
         accumulate_grad_batches=2,
@@ -66,7 +76,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    inputs = torch.randn(4 * 3 * 24, 7)
+    inputs = torch.randn(4 * devices * 24, 7)
     targets = inputs.mean(1, keepdim=True)
     inputs[4 * 3 * 3 + 5, 2] = math.nan  # in step 2
     model = Model(options)
