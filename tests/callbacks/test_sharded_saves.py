@@ -92,7 +92,7 @@ def test_a_rank_killed_while_it_writes_costs_that_save_and_the_next_step_is_save
         assert_written_once(path, read_manifest(path).world_size)
 
 
-def test_all_ranks_as_one_replica_take_over_what_two_saved_and_stop_with_a_whole_file(
+def test_all_ranks_as_one_replica_take_over_what_two_saved_and_stop_in_a_validation_with_a_whole_file(
     two_by_two: JobResult, tmp_path: Path
 ) -> None:
     source = two_by_two.directory / "first" / "step=2.ckpt"

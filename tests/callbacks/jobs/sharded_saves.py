@@ -33,13 +33,16 @@ class Model(LightningModule):
         loss: Tensor = self.net(batch[0]).square().mean()
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0])
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
 
 
 class Faults(Callback):
-    """Has slot 3 killed when it is to write its second part, in step 4, or asks slot 1 to stop."""
+    """Has slot 3 killed when it is to write its second part, in step 4, or asks slot 1 to stop in a validation."""
 
     def __init__(self, *, kill: bool = False, stop: bool = False, again: bool = False) -> None:
         self.kill, self.stop, self.again = kill, stop, again
@@ -63,7 +66,10 @@ class Faults(Callback):
         engine: Any = trainer.strategy.engine
         if self.kill and (engine.slot, engine.incarnation, trainer.global_step) == (3, 0, 4):
             threading.Event().wait()  # until it is killed: the others notice in step 5, be the writing ever so slow
-        if self.stop and engine.slot == 1 and trainer.global_step == 3:
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        engine: Any = trainer.strategy.engine
+        if self.stop and engine.slot == 1:  # the others learn of it when they wait for this rank already
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -75,12 +81,15 @@ def fit(name: str, options: dict[str, Any], ckpt_path: str | None = None, every:
         devices=options["devices"],
         strategy=FTStrategy(options["shard_size"]),
         max_steps=NUM_STEPS,
+        val_check_interval=4,
+        num_sanity_val_steps=0,
         callbacks=[AsyncCheckpoint(name, "{step}", every_n_train_steps=every, save_top_k=-1), Faults(**faults)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(), DataLoader(data, batch_size=4), ckpt_path=ckpt_path, weights_only=False)
+    loaders = [DataLoader(data, batch_size=4)] * (1 + faults.get("stop", False))
+    trainer.fit(Model(), *loaders, ckpt_path=ckpt_path, weights_only=False)
     return trainer
 
 
