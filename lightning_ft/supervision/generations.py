@@ -97,7 +97,7 @@ class Generations:
         """Take a member out that completed the call; the others only hear of it if they wait for it."""
         self.is_ending = True
         self._replicas.discard(rank.slot)
-        self._restart_orphans()
+        self.restart_orphans()
         if not self._round.gone:
             self._due = self._due or self._round.reason
 
@@ -141,9 +141,9 @@ class Generations:
         """Note that a rank committed a step: what failed before was no lasting error."""
         self._errors.clear()
         if slot in self.members and self._round.gone and self._due is None:
-            self._restart_orphans()
+            self.restart_orphans()
 
-    def _restart_orphans(self) -> None:
+    def restart_orphans(self) -> None:
         """Once the members are past the step in which an orphan stands, it has nothing that anybody needs."""
         for rank in self._roster.orphans():
             self._roster.restart(rank)

@@ -421,7 +421,9 @@ class Membership:
         num_expected = len(self._roster.ranks) + len(self._wanted) + len(self._starting) + len(self._respawns)
         num_expected += len(self._suspended - self._roster.ranks.keys())
         error = error or self._generations.settle(policy, num_expected, now)
-        if self._generations.is_lost:
+        if self._generations.is_lost and self._signal is not None:  # the others did what they were asked, and are gone
+            self._generations.restart_orphans()
+        elif self._generations.is_lost:
             error = "No replica is whole, and the ranks that are left do not hold every shard: the state is lost."
         for slot in self.members:
             self._outcome.forget(slot)  # it may have died before, but it is back

@@ -1353,6 +1353,19 @@ def test_orphans_of_which_none_holds_some_shard_end_the_job_if_they_are_all_that
     assert all(job.has(slot, "stop") for slot in (1, 3))
 
 
+def test_an_orphan_is_no_loss_once_the_others_have_stopped_as_they_were_asked_to() -> None:
+    job = Job(4, shard_size=2)
+    job.train()
+    job.kill(1)
+    job.connect()
+    job.membership.signalled(signal.SIGTERM, job.now)
+    for slot in (3, 2):
+        job.raises(slot, "SIGTERMException", code=143)
+    assert job.doomed == [0]
+    job.bury_doomed()
+    assert job.finish == Finish(143, None)
+
+
 def test_ranks_that_come_back_hold_the_shards_that_are_missing_whatever_their_slots() -> None:
     job = Job(6, shard_size=2, max_restarts=0)
     job.train()

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,17 @@ class Faults(Callback):
         if self.kill and (engine.slot, engine.incarnation, trainer.global_step) == (3, 0, 4):
             threading.Event().wait()  # until it is killed: the others notice in step 5, be the writing ever so slow
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         engine: Any = trainer.strategy.engine
-        if self.stop and engine.slot == 1:  # the others learn of it when they wait for this rank already
-            os.kill(os.getpid(), signal.SIGTERM)
+        if not self.stop or batch_idx == 0:  # in which all are sent the buffers
+            return
+        Path(f"validates_{engine.slot}").touch()
+        if engine.slot == 1:
+            while not all(Path(f"validates_{slot}").exists() for slot in (0, 2)):
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGTERM)  # the others learn of it when they wait for this rank already
 
 
 def fit(name: str, options: dict[str, Any], ckpt_path: str | None = None, every: int = 2, **faults: bool) -> Trainer:
