@@ -237,8 +237,9 @@ class FTStrategy(LiveRanks):
             self._sharding = ReplicaSharding(shard_size, self._sharding_options)
             if self._constant_batch:
                 raise MisconfigurationException(
-                    f'`FTStrategy(shard_size={shard_size}, global_batch="constant")` is not supported. Use'
-                    ' `global_batch="shrink"`.'
+                    f'`FTStrategy(shard_size={shard_size}, global_batch="constant")` is not supported: a replica of several'
+                    " ranks that loses one is regrouped within the step, which further passes would not survive."
+                    ' Use `global_batch="shrink"`, or `shard_size=1`.'
                 )
 
     def _start_engine(self, environment: RankEnvironment | None) -> Engine:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_ft import FTStrategy
 from lightning_ft.events.audit import audit
 from lightning_ft.strategies.extra_passes import ExtraPasses
 from lightning_ft.testing import Fault, FaultPlan
@@ -82,6 +84,12 @@ def test_what_cannot_take_further_passes_is_refused(module: Any, optimizer: Any,
         passes.check()
     with pytest.raises(MisconfigurationException, match="needs data that every rank can read"):
         passes.follow([torch.zeros(2, 32)])
+
+
+def test_replicas_of_several_ranks_are_refused_before_anything_runs() -> None:
+    strategy = FTStrategy(shard_size=2, global_batch="constant")
+    with pytest.raises(MisconfigurationException, match=r"shard_size=2, global_batch=.constant.*regrouped.*Use.*shrink"):
+        Trainer(accelerator="cpu", devices=4, strategy=strategy, logger=False)
 
 
 def test_limits_and_intervals_in_batches_mean_what_they_mean_without_faults(train: Callable[..., Any]) -> None:
