@@ -68,7 +68,8 @@ class StreamSources:
         if self._remake is None:
             return self._own
         with self._engine.numbered_as(rank, num_ranks):
-            remade = CombinedLoader(self._remake()).flattened
+            loaders = self._remake()
+        remade = loaders.flattened if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders).flattened
         return [mine if self._is_sharded(mine) else other for mine, other in zip(self._own, remade, strict=True)]
 
     def _is_sharded(self, loader: Any) -> bool:
