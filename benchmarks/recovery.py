@@ -80,7 +80,7 @@ def count_regrouped(events: Events) -> int:
     return count
 
 
-def snapshot_overhead(size: str, work: float, devices: int, rounds: int = 3) -> float:
+def snapshot_overhead(size: str, work: float, devices: int, rounds: int) -> float:
     """Return the time of ten steps with a snapshot over that of ten without, medians of alternating runs."""
     times: dict[int, list[float]] = {10: [], 1_000_000: []}
     with tempfile.TemporaryDirectory() as directory:
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--shard-size", default="1", help="Ranks of a replica, or `all`: see `--devices`.")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--devices", type=int, default=3, help="Ranks of the only replica.")
+    parser.add_argument("--rounds", type=int, default=3, help="Pairs of runs for the cost of snapshots.")
     parser.add_argument("--pairs", action="store_true")
     parser.add_argument("--stop", type=float, default=None, metavar="SECONDS")
     options = parser.parse_args()
@@ -136,7 +137,8 @@ def main() -> None:
     if options.shard_size == "all":
         lost = {event["step"]: event["lost"] for event in events if event["event"] == "rewound"}
         result["steps_rewound"] = spread(list(lost.values()))
-        result["snapshot_overhead"] = round(snapshot_overhead(options.size, options.work, options.devices), 3)
+        overhead = snapshot_overhead(options.size, options.work, options.devices, options.rounds)
+        result["snapshot_overhead"] = round(overhead, 3)
     print(json.dumps(result))
 
 

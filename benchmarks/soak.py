@@ -3,8 +3,8 @@
 Each round is one training with options and faults drawn from the seed. Kinds of faults, each from outside and at any moment:
 ``kill`` (SIGKILL), ``pair`` (two at once, or the second while the survivors recover from the first), ``stop`` (SIGSTOP),
 ``raise`` (an exception in one rank's ``training_step``), ``disk`` (for a second, nothing that one rank writes to a file
-gets there, checkpoints included), ``term`` (SIGTERM to the job or to one rank, which ends all of it; it is started again
-and resumes).
+gets there, checkpoints included), ``all`` (SIGKILL to all ranks: they begin again), ``term`` (SIGTERM to the job or to one
+rank, which ends all of it; it is started again and resumes). With ``--shard-size all`` the module is sharded.
 
 It counts what must not happen: ``hangs``, ``failures`` (the job's exit code), ``divergences`` (ranks whose weights or
 optimizer state differ at the same step, steps lost or described differently), ``samples_twice`` and ``samples_never``
@@ -33,7 +33,7 @@ from lightning_ft.events.analysis import analyze
 from lightning_ft.events.audit import audit
 from lightning_ft.events.log import read_events
 
-KINDS = ("kill", "pair", "stop", "raise", "disk", "term")
+KINDS = ("kill", "pair", "all", "stop", "raise", "disk", "term")
 FORBIDDEN = ("hangs", "failures", "divergences", "samples_twice", "samples_never", "violations")
 
 _ROUND_SECONDS = 60.0
@@ -75,12 +75,13 @@ class Plan:
     strikes: list[Strike]
 
     @classmethod
-    def draw(cls, seed: int, kinds: list[str]) -> "Plan":
+    def draw(cls, seed: int, kinds: list[str], shard_size: str) -> "Plan":
         """Return the plan of ``seed``."""
         chance = random.Random(seed)
         arguments = ["--devices", str(chance.choice([3, 3, 4])), "--epoch-steps", str(chance.choice([40, 150]))]
         arguments += ["--accumulate", str(chance.choice([1, 1, 3])), "--workers", str(chance.choice([0, 0, 0, 1]))]
         arguments += ["--validate"] if chance.random() < 0.7 else []
+        arguments += ["--shard-size", shard_size] if shard_size != "1" else []
         strikes = [
             Strike(
                 chance.expovariate(1 / _MEAN_SECONDS_BETWEEN_FAULTS),
@@ -93,9 +94,9 @@ class Plan:
         return cls(arguments, strikes)
 
 
-def run_round(seed: int, seconds: float, kinds: list[str]) -> Counter[str]:
+def run_round(seed: int, seconds: float, kinds: list[str], shard_size: str) -> Counter[str]:
     """Run one training for about ``seconds`` and return what happened in it."""
-    plan = Plan.draw(seed, kinds)
+    plan = Plan.draw(seed, kinds, shard_size)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         command = [sys.executable, "-m", "benchmarks.workload", "--strategy", "ft", "--size", "0.01M", "--work", "0.01"]
@@ -183,6 +184,10 @@ def _ask_to_stop(strike: Strike, killer: Killer, job: subprocess.Popen[bytes]) -
 def _strike(strike: Strike, killer: Killer, harmed: set[int]) -> None:
     """Do it, unless nobody would be left who holds the state and is not ``harmed``."""
     settled = killer.settled()
+    if strike.kind == "all":
+        for slot, pid in settled.items():
+            killer.kill(slot, pid)
+        return
     order = sorted(settled)
     victim = order[int(strike.who * len(order))] if order else -1
     sound = [slot for slot, pid in settled.items() if pid not in harmed and slot != victim]
@@ -212,7 +217,9 @@ def _check(runs: list[Path]) -> Counter[str]:
     counts = Counter(joins=len(record.joins), steps=len(record.steps))
     digests: dict[int, set[str]] = {}
     for event in events:
-        if event["event"] == "weights":
+        if event["event"] in ("rewound", "resumed"):  # later steps are taken again, perhaps by fewer ranks
+            digests = {step: values for step, values in digests.items() if step <= event["step"]}
+        elif event["event"] == "weights":
             digests.setdefault(event["step"], set()).add(event["digest"])
     counts["divergences"] = sum(len(values) > 1 for values in digests.values())
     counts["divergences"] += len(record.steps_lost) + len(record.conflicts)
@@ -240,12 +247,13 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--shard-size", default="1", help="Ranks of a replica, or `all`.")
     options = parser.parse_args()
     end = time.monotonic() + 60 * (options.minutes if not options.hours else 60 * options.hours)
     total: Counter[str] = Counter(dict.fromkeys(FORBIDDEN, 0))
     seed = options.seed
     while (left := end - time.monotonic()) > 5:
-        total.update(run_round(seed, min(_ROUND_SECONDS, left), options.kinds))
+        total.update(run_round(seed, min(_ROUND_SECONDS, left), options.kinds, options.shard_size))
         seed += 1
     print(json.dumps({key: total[key] for key in ("faults", *FORBIDDEN, *KINDS, "joins", "steps")}))
     if any(total[key] for key in FORBIDDEN):

@@ -367,6 +367,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
             events.emit("checkpoint_failed", **about, error=str(save.error))
             return
         spent = {"ms": round(1e3 * save.write_seconds, 2), "stall_ms": round(1e3 * save.stall_seconds, 2)}
+        spent |= {"weights_only": True} if self.save_weights_only else {}
         events.emit("checkpoint", **about, **spent, replaces=[str(path) for path in save.replaces])
 
     def _settle(self, num_left: int) -> None:

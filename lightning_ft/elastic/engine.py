@@ -142,7 +142,7 @@ class Engine(Protocol):
         """After :class:`ReplicaLost`: have this process started again, since it can't go on from where it stands."""
 
     def begin_call(self, fn: str) -> str:
-        """Collective. Enter the next Trainer call: ``"start"``, ``"join"`` or ``"skip"``."""
+        """Collective. Enter the next Trainer call: ``"start"``, ``"again"``, ``"join"`` or ``"skip"``."""
 
     def end_call(self) -> None:
         """Collective. Leave the Trainer call."""

@@ -44,6 +44,8 @@ class LocalEngine(Member):
         super().__init__(*args, **kwargs)
         self.seconds_waited = 0.0
         self._calls = 0
+        self.reached = 0
+        """The step that was reached in this call when the last rank died which held its state."""
         self._ballot: Any = None  # this rank's own result of the operation that is voted on
         self._label = ""
         self._journal: Journal | None = None
@@ -182,7 +184,7 @@ class LocalEngine(Member):
     # Calls of the Trainer.
 
     def begin_call(self, fn: Any) -> str:
-        """Collective. Enter the next Trainer call: ``"start"``, ``"join"`` or ``"skip"``."""
+        """Collective. Enter the next Trainer call: ``"start"``, ``"again"``, ``"join"`` or ``"skip"``."""
         call, self._calls = self._calls, self._calls + 1
         self.activity.begin_call()
         if self.slot == NO_SLOT and not self._take_slot(call):
@@ -193,7 +195,8 @@ class LocalEngine(Member):
         self.alone = True
         if mode == "join":
             self._replicas.prepare(self.slot, entered["shard"], entered["shard_size"])
-        if mode == "start":
+        if mode in ("start", "again"):
+            self.reached = entered["step"]
             self._sequence, self._last = 0, None
             self.outlives_replica = False
             self.may_regroup = True  # nothing of this call has been done yet
@@ -223,7 +226,7 @@ class LocalEngine(Member):
         """Collective. Return what ``work`` returns; whenever this rank loses its replica in it, do it again in a new one."""
         if self.alone or self.replica.size == 1 or self.may_regroup:  # then somebody else knows what to do
             return work()
-        began = self._sequence
+        began, size = self._sequence, self.replica.size
         self._journal, self.may_regroup = Journal(), True
         is_whole = True
         try:
@@ -232,6 +235,8 @@ class LocalEngine(Member):
                     if not is_whole:
                         undo()
                         self.regroup()
+                        if self.replica.size != size:
+                            self.retire()  # whatever is alive is the replica, which holds shards of another size
                         self._check_place(began)
                         self._journal.rewind()
                         is_whole = True

@@ -23,7 +23,7 @@ NO_SLOT = -1
 
 Function = Literal["fit", "validate", "test", "predict"]
 Reason = Literal["start", "death", "join", "error", "exclude", "cancelled"]
-Mode = Literal["start", "join", "skip"]
+Mode = Literal["start", "again", "join", "skip"]
 Doing = Literal["set-up", "loader", "training step", "evaluation step", "callbacks", "checkpoint", "hand-over"]
 
 
@@ -288,7 +288,8 @@ class Assign(TypedDict):
 class Enter(TypedDict):
     """The answer to begin: a generation follows ("start"), set up and send join ("join"), or pass over it ("skip").
 
-    Who is to join learns which shard it will hold, and in how many ranks a replica lies.
+    "again" is "start" in a call that was under way when the last of those died who held its state, after ``step`` steps. Who
+    is to join learns which shard it will hold, and in how many ranks a replica lies.
     """
 
     type: Literal["enter"]
@@ -296,6 +297,7 @@ class Enter(TypedDict):
     mode: Mode
     shard: int
     shard_size: int
+    step: int
 
 
 class Death(TypedDict):

@@ -154,6 +154,7 @@ class Replay:
             "resumed": lambda event: self.contents.rewind(event["step"]),
             "generation": self._on_generation,
             "fault": self.timeline.tell_fault,
+            "begun_anew": self.timeline.tell_begun_anew,
             "exit": self._exits.append,
             "joined": self._joins.append,
             "epoch": self._on_epoch,

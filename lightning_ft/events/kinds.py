@@ -94,6 +94,7 @@ KINDS: Mapping[str, Kind] = {
     "fit_end": Kind("a fit ended", {"step": int, "epoch": int, "whole": bool}),
     "step": Kind("an optimizer step was committed", {"step": int}, _CONTENT),
     "accumulated": Kind("a batch was trained of which no step is made yet", {"batch": int, **_CONTENT}),
+    "begun_anew": Kind("no rank was left that held the state: all begin the call again", {"call": int, "step": int}),
     "rewound": Kind("all ranks went back to a snapshot", {"step": int, "batch": int, "lost": int}, {"ms": _NUMBER}),
     "checksum": Kind("what a rank holds after a step", {"step": int, "digest": str}, {"shard": str}),
     "corruption": Kind("ranks hold different states", {"step": int, "differing": dict, "action": str}),
@@ -135,7 +136,9 @@ KINDS: Mapping[str, Kind] = {
     ),
     # Checkpoints.
     "checkpoint": Kind(
-        "a checkpoint is there", {"path": str, "step": int}, {"replaces": list, "ms": _NUMBER, "stall_ms": _NUMBER}
+        "a checkpoint is there",
+        {"path": str, "step": int},
+        {"replaces": list, "ms": _NUMBER, "stall_ms": _NUMBER, "weights_only": bool},
     ),
     "checkpoint_failed": Kind("a checkpoint was not committed", {"path": str, "step": int, "error": str}),
     "checkpoint_removed": Kind("a checkpoint was removed", {"path": str}),

@@ -74,6 +74,7 @@ class Timeline:
         self._steps: dict[Process, array[int]] = {}
         self._changes: list[Event] = []
         self._fired: dict[Process, float] = {}
+        self._begun_anew: list[float] = []
         self.median: float | None = None
         """Median seconds between two steps of a process, once :meth:`settle` was called."""
 
@@ -93,6 +94,10 @@ class Timeline:
     def tell_fault(self, event: Event) -> None:
         """Take in a fault of a plan."""
         self._fired[process_of(event)] = event["t"]
+
+    def tell_begun_anew(self, event: Event) -> None:
+        """Take in that no rank was left, and all began again."""
+        self._begun_anew.append(event["t"])
 
     def settle(self) -> None:
         """Compute what concerns all steps."""
@@ -120,6 +125,7 @@ class Timeline:
         # Where each of the others learned of it; of two deaths at once, some may learn in one change and some in two.
         changes = list({process_of(event): event for event in reversed(told)}.values())
         next_steps = [found for change in changes if (found := self._next_step(change)) is not None]
+        next_steps = next_steps or self._first_steps_of_those_who_began_again(attempt, time)
         own_times, own_steps = self.times_of(process)
         last = own_steps[-1] if own_times and own_times[-1] > time else self._step_at(time)  # it may end a step first
         others = (p for p, times in self._times.items() if p[0] == attempt and p != process and times[-1] > time)
@@ -147,6 +153,14 @@ class Timeline:
     def _step_at(self, time: float) -> int:
         positions = ((process, bisect_right(times, time)) for process, times in self._times.items())
         return max((self._steps[process][position - 1] for process, position in positions if position), default=0)
+
+    def _first_steps_of_those_who_began_again(self, attempt: int, time: float) -> list[float]:
+        """If nobody was left who could be told of a death at ``time``: those who began again had heard of it."""
+        since = next((moment for moment in self._begun_anew if moment >= time), None)
+        if since is None:
+            return []
+        later = ((times, bisect_left(times, since)) for (a, _, _), times in self._times.items() if a == attempt)
+        return [times[position] for times, position in later if position < len(times)]
 
     def _next_step(self, change: Event) -> float | None:
         times, _ = self.times_of(process_of(change))

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_ft.elastic.state_codec import EncodedState, decode
 
-_MAGIC = b"LFTslot1"
+_MAGIC = b"LFTslot2"
 _CONTROL = struct.Struct(
-    "=8s8q"
-)  # magic, is whole, generation, step, index, count, header bytes, storages, crc of the header
+    "=8s9q"
+)  # magic, is whole, generation, step, index, count, call, header bytes, crc of the header, storages
 _SIZE = struct.Struct("=q")
 _BODY = 256  # where the header begins: behind the control block
 _ALIGNMENT = 64
@@ -43,12 +43,14 @@ class Label:
         moment: When it was taken.
         index: Which rank of those that took it together.
         count: How many took it together.
+        call: In which Trainer call.
 
     """
 
     moment: Moment
     index: int
     count: int
+    call: int = 0
 
 
 class SharedSlot:
@@ -81,7 +83,7 @@ class SharedSlot:
         crc = zlib.crc32(state.header)
         table = b"".join(map(_SIZE.pack, sizes))
         view[_BODY : _BODY + len(state.header) + len(table)] = state.header + table
-        self._control = (*label.moment, label.index, label.count, len(state.header), crc, len(sizes))
+        self._control = (*label.moment, label.index, label.count, label.call, len(state.header), crc, len(sizes))
         memory: Any = torch.frombuffer(view, dtype=torch.uint8)
         return [memory[place : place + size] for place, size in zip(places, sizes, strict=True)]
 
@@ -95,7 +97,7 @@ class SharedSlot:
     def label(self) -> Label | None:
         """Return what the slot holds; None if it holds nothing whole."""
         found = self._read_control()
-        return None if found is None else Label(Moment(found[1], found[2]), found[3], found[4])
+        return None if found is None else Label(Moment(*found[1:3]), *found[3:6])
 
     def read(self) -> Any:
         """Return the state; its tensors lie in the slot's memory, and hold until it is written again.
@@ -107,7 +109,7 @@ class SharedSlot:
         found = self._read_control()
         if found is None:
             raise ValueError(f"{self.path} holds no whole state.")
-        _, _, _, _, _, length, crc, count = found
+        *_, length, crc, count = found
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             # Copy on write: nothing that is done to what is read changes the slot.

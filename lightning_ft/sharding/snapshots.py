@@ -170,18 +170,19 @@ class Found:
         return [slot.read() for slot in self._slots]
 
 
-def find_whole(paths: Iterable[str]) -> list[Found]:
+def find_whole(paths: Iterable[str], call: int = 0) -> list[Found]:
     """Return all whole snapshots in the slots of all ranks, the newest first; while nobody writes.
 
     Args:
         paths: Where the slots are, of living ranks and of dead ones.
+        call: The Trainer call in which they were taken.
 
     """
     parts: dict[tuple[Moment, int], dict[int, SharedSlot]] = {}
     for path in paths:
         slot = SharedSlot(path)
         label = slot.label()
-        if label is not None:
+        if label is not None and label.call == call:
             parts.setdefault((label.moment, label.count), {})[label.index] = slot
     whole = [(moment, found) for (moment, count), found in parts.items() if len(found) == count]
     whole.sort(key=lambda item: item[0], reverse=True)

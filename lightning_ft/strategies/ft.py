@@ -47,6 +47,7 @@ from lightning_ft.sharding.plan import plan_units
 from lightning_ft.sharding.sizes import fewest_ranks, training_bytes
 from lightning_ft.sharding.warming import warm_up
 from lightning_ft.strategies import joining, tuning
+from lightning_ft.strategies.begun_anew import BegunAnew, remember_checkpoints, remember_loggers
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.checkpoint_peers import checkpoint_peers, holds_whole_state
 from lightning_ft.strategies.combinations import check_combination
@@ -160,6 +161,7 @@ class FTStrategy(LiveRanks):
         """The module, if it is sharded over several ranks."""
         self._sharding: ReplicaSharding | None = None
         self._evaluation: ShardedEvaluation | None = None
+        self._anew: BegunAnew | None = None
         self._live: LiveTraining | None = None
         self._steps: TrainingSteps | None = None
 
@@ -221,6 +223,7 @@ class FTStrategy(LiveRanks):
             self._policy.start_method,
             self._start_engine,
             lambda: None if self._live is None else self._live.preemption,
+            self._begin_anew,
         )
 
     def _resolve_shard_size(self, model: Module, num_devices: int) -> int:
@@ -232,7 +235,9 @@ class FTStrategy(LiveRanks):
         return fewest_ranks(training_bytes(model), memory, num_devices)
 
     def _divide_into_replicas(self, shard_size: int) -> None:
-        self._policy = replace(self._policy, shard_size="all" if self._shard_size == "all" else shard_size)
+        # The only replica is whatever is alive, however many ranks that are: otherwise its first death would be its end.
+        is_all = self._shard_size == "all" or 1 < shard_size == self.num_processes
+        self._policy = replace(self._policy, shard_size="all" if is_all else shard_size)
         if shard_size > 1:
             self._sharding = ReplicaSharding(shard_size, self._sharding_options)
             if self._constant_batch:
@@ -252,9 +257,15 @@ class FTStrategy(LiveRanks):
             self.events = engine.events
             self.collectives = Collectives(engine)
             install_once(engine, self.collectives)
-        self._startup = StartupRecord(self.engine)
+            remember_checkpoints(engine)
+        self._anew, self._startup = None, StartupRecord(self.engine)
         self.engine.on_change = self._on_change
         return self.engine
+
+    def _begin_anew(self, ckpt_path: Any) -> Any:
+        assert isinstance(self.engine, LocalEngine)
+        self._anew, self._startup.again = BegunAnew(self.engine, ckpt_path), True
+        return self._anew.ckpt_path
 
     @override
     def setup_environment(self) -> None:
@@ -263,6 +274,8 @@ class FTStrategy(LiveRanks):
         self.set_world_ranks()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        if self._anew is not None:
+            self._anew.continue_loggers(trainer, self.lightning_module)
         # Here, and not in `setup`: the module's own `setup` may ask for the loaders, or for their length.
         if self._sharding is not None:  # a module may shard itself, in `configure_model`
             self.lightning_module._device_mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
@@ -275,6 +288,7 @@ class FTStrategy(LiveRanks):
             self._startup,
             constant_batch=self._constant_batch and not isinstance(self.engine, SoloEngine),
         )
+        self._live.from_memory = self._anew is not None and self._anew.from_memory
         self._live.data = TrainingData(
             trainer,
             self.engine,
@@ -342,7 +356,7 @@ class FTStrategy(LiveRanks):
             self._live.enter()
         self._open_event_log(trainer)
         if fitting:
-            self._tell_begin()
+            self._tell_begin(trainer)
         if fitting and self._is_joiner:
             # Here, and not after `on_fit_start`: callbacks expect in that hook what they saved.
             trainer._checkpoint_connector._restore_modules_and_callbacks(joining.PEER_CHECKPOINT)
@@ -393,9 +407,13 @@ class FTStrategy(LiveRanks):
         for tensor, value in zip(tensors, self.collectives.broadcast_tensors(tensors, label="module"), strict=True):
             tensor.detach().copy_(value)
 
-    def _tell_begin(self) -> None:
+    def _tell_begin(self, trainer: Trainer) -> None:
         if self._is_joiner:
             return
+        if self.is_global_zero:
+            remember_loggers(self.engine, trainer)
+        if self._anew is not None:
+            self._anew.tell(self.events, 0 if self._resumed is None else self._resumed[2], is_leader=self.is_global_zero)
         if self._resumed is not None:  # told here, where this fit's own log is open
             self.attempt, self._resumed = tell_resumed(self.events, *self._resumed), None
         self.events.emit("fit")
@@ -430,7 +448,9 @@ class FTStrategy(LiveRanks):
 
     @property
     def _is_joiner(self) -> bool:
-        return self.engine.alone and not isinstance(self.engine, SoloEngine)
+        """Whether the state that this process goes on with is that of a training under way."""
+        is_coming = self.engine.alone and not isinstance(self.engine, SoloEngine)
+        return is_coming or (self._live is not None and self._live.from_memory)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -703,7 +723,8 @@ class FTStrategy(LiveRanks):
         self._tell_saved(filepath, checkpoint)
 
     def _tell_saved(self, filepath: _PATH, checkpoint: dict[str, Any]) -> None:
-        self.events.emit("checkpoint", path=str(place(filepath)), step=checkpoint.get("global_step", 0))
+        kind = {} if "optimizer_states" in checkpoint else {"weights_only": True}
+        self.events.emit("checkpoint", path=str(place(filepath)), step=checkpoint.get("global_step", 0), **kind)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:

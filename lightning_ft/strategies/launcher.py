@@ -31,6 +31,7 @@ class ElasticLauncher(_Launcher):
         start_method: How they are started.
         start_engine: Returns the engine of this process.
         preemption: Returns what is known about the end of the call, once it is set up.
+        begin_anew: Returns the ``ckpt_path`` of a fit that is begun again, in place of the one that it gets.
 
     """
 
@@ -40,11 +41,13 @@ class ElasticLauncher(_Launcher):
         start_method: StartMethod,
         start_engine: Callable[[RankEnvironment | None], Engine],
         preemption: Callable[[], Preemption | None],
+        begin_anew: Callable[[Any], Any],
     ) -> None:
         self._num_slots = num_slots
         self._start_method = start_method
         self._start_engine = start_engine
         self._preemption = preemption
+        self._begin_anew = begin_anew
 
     @property
     @override
@@ -75,9 +78,10 @@ class ElasticLauncher(_Launcher):
         assert trainer is not None
         if mode == "skip":
             return past_calls.recall(engine, trainer, args[0])
-        if mode == "join":
+        if mode == "join" or (mode == "again" and fn == "fit"):
             position = _CKPT_PATH_POSITION[function.__name__]
-            args = (*args[:position], PEER_CHECKPOINT, *args[position + 1 :])
+            ckpt_path = PEER_CHECKPOINT if mode == "join" else self._begin_anew(args[position])
+            args = (*args[:position], ckpt_path, *args[position + 1 :])
         is_over = False
         try:
             result = self._run(function, *args, **kwargs)

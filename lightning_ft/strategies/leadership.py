@@ -30,9 +30,7 @@ def take_over(trainer: Trainer, pl_module: LightningModule, versions: list[Any])
         versions: What :func:`logger_versions` said on the first leader.
 
     """
-    adopt_versions(trainer, versions)
-    for logger in trainer.loggers:
-        _continue_logger(logger, pl_module)
+    go_on(trainer, pl_module, versions, is_leader=True)
     bar = trainer.progress_bar_callback
     if bar is not None and trainer.state.fn == TrainerFn.FITTING:
         bar.enable()
@@ -41,6 +39,13 @@ def take_over(trainer: Trainer, pl_module: LightningModule, versions: list[Any])
             bar.on_train_epoch_start(trainer, pl_module)
         if trainer.validating or trainer.sanity_checking:
             bar.on_validation_start(trainer, pl_module)
+
+
+def go_on(trainer: Trainer, pl_module: LightningModule, versions: list[Any], *, is_leader: bool) -> None:
+    """Have loggers know the versions that there are; those of rank 0 write to them, behind what is there."""
+    adopt_versions(trainer, versions)
+    for logger in trainer.loggers if is_leader else ():
+        _continue_logger(logger, pl_module)
 
 
 def _continue_logger(logger: Logger, pl_module: LightningModule) -> None:

@@ -20,7 +20,7 @@ from lightning_ft.events.log import EventLog
 from lightning_ft.loops import logged_results
 from lightning_ft.sharding.mesh import shard_mesh
 from lightning_ft.sharding.shard_tree import put_back, take_apart
-from lightning_ft.strategies import changing_modules, joining, leadership, rewinding, tuning
+from lightning_ft.strategies import changing_modules, joining, leadership, own_results, rewinding, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.complete_evaluation import CompleteEvaluation
@@ -80,6 +80,8 @@ class LiveTraining:
         """Whether the next average is of the same step as the one before, which is not applied."""
         self.is_handing_out = False
         """Whether what is saved is for a rank that joins; only one rank saves it."""
+        self.from_memory = False
+        """Whether all ranks begin this call again, with what is in memory of those that are gone."""
         self.may_pause: Callable[[], bool] = lambda: True
         self.on_abandon: Callable[[], None] = lambda: None
         self.on_batch_end: Callable[[], None] = lambda: None
@@ -104,6 +106,7 @@ class LiveTraining:
         self._own_groups: list[Any] = []
         self._received: dict[str, Any] | None = None
         self._taken_back: dict[str, Any] | None = None
+        self._own_results: dict[str, Any] | None = None
         self._handed_batch = 0
         self._is_known_elsewhere = self._is_unknown = False  # the position in a checkpoint that has none for the loader
         self._is_changed = True  # since the last checksum
@@ -245,7 +248,8 @@ class LiveTraining:
         assert self.data is not None
         replacement, loader = self.data.make_loader(dataloader)
         if loader is not None:
-            loader.deferred = self._engine.alone and not isinstance(self._engine, SoloEngine)
+            is_coming = self._engine.alone and not isinstance(self._engine, SoloEngine)
+            loader.deferred = is_coming or (self.from_memory and self._startup.open)
             if isinstance(loader, ElasticLoader) and not self._engine.alone:
                 loader.live = self._slots
             loader.on_take = self._on_take
@@ -427,12 +431,7 @@ class LiveTraining:
         # All that a joiner can do alone comes first: from here on the others wait for it.
         joining.set_up_data(trainer)
         tuning.leave_out(trainer)
-        state = self._engine.join()
-        if self.memory is not None:
-            state = {**self.memory.receive(state["moment"]), "slots": state["slots"]}
-        elif self._engine.replica.size > 1:
-            mesh = shard_mesh(self._engine.shard_group, self._pl_module.device.type)
-            state["training"] = put_back(state["training"], mesh)
+        state = self._take_over() if self.from_memory else self._ask_for_state()
         joining.set_up_data(trainer, state["training"])
         assert self.loader is not None
         self._divide_among(state["slots"])
@@ -449,6 +448,21 @@ class LiveTraining:
         changing_modules.adopt_groups(self._pl_module, trainer.optimizers, self._received["groups"])
         return joining.checkpoint_of(self._received)
 
+    def _ask_for_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._engine.join()
+        if self.memory is not None:
+            return {**self.memory.receive(state["moment"]), "slots": state["slots"]}
+        if self._engine.replica.size > 1:
+            mesh = shard_mesh(self._engine.shard_group, self._pl_module.device.type)
+            state["training"] = put_back(state["training"], mesh)
+        return state
+
+    def _take_over(self) -> dict[str, Any]:
+        assert self.memory is not None
+        state = self.memory.take_over()
+        self._own_results = state["own_results"]
+        return {**state, "slots": self._engine.members}
+
     def _collect_state(self) -> Any:
         """Return the state of the training, of what is sharded the part that this rank and the joiner hold."""
         state = joining.collect_state(self.trainer)
@@ -461,6 +475,8 @@ class LiveTraining:
         self.batch = self._handed_batch
         self._engine.enter()
         joining.enter_loop(self.trainer, state)
+        if self._own_results is not None:
+            own_results.take_back(self.trainer, self._own_results)
         if self.loader is not None:
             set_length(self.trainer, self.loader)
         self._events.emit("joined", step=self.trainer.global_step, epoch=self.trainer.current_epoch)

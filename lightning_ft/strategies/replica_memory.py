@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.elastic.protocol import RankEnvironment
-from lightning_ft.errors import ReplicaLostError
 from lightning_ft.events.log import EventLog
 from lightning_ft.sharding._fsdp_compat import missing_names
-from lightning_ft.sharding.mesh import renewed_mesh
+from lightning_ft.sharding.mesh import renewed_mesh, shard_mesh
 from lightning_ft.sharding.reshard import collect, move, restore
 from lightning_ft.sharding.shard_tree import put_together
 from lightning_ft.sharding.shared_slots import Label, Moment
@@ -61,6 +62,7 @@ class ReplicaMemory:
         self._copies = list(averaged_copies(trainer))
         self._on_move = on_move
         self._snapshots = Snapshots(paths[engine.slot])
+        self._moves_in_place = not missing_names()
         self._last_step: int | None = None
         self._is_new = False  # it joined, and the supervisor does not know yet that this is over
 
@@ -69,10 +71,14 @@ class ReplicaMemory:
         """Return the memory of this rank; None if its supervisor has none, or it has no supervisor."""
         environment = RankEnvironment.of_process()
         paths = [] if environment is None else paths_of(environment.memory)
-        obstacle = f"this torch lacks {', '.join(missing_names())}" if missing_names() else ""
-        if obstacle or not paths:
-            log.warning("Any death ends this training: %s.", obstacle or "there is no memory for snapshots")
+        if not paths:
+            log.warning("There is no memory for snapshots: after a death all ranks begin again from the newest checkpoint.")
             return None
+        if missing := missing_names():
+            rank_zero_warn(
+                f"torch {torch.__version__} lacks {', '.join(missing)}: shards can't be moved in place. After a death, and"
+                " when a rank returns, all ranks begin again from the newest snapshot, which takes seconds."
+            )
         return cls(trainer, engine, *args, paths=paths, **kwargs)
 
     @contextmanager
@@ -114,7 +120,7 @@ class ReplicaMemory:
         shards.append(collect(self._trainer.lightning_module, self._trainer.optimizers))
         state = {"shards": shards, "own_results": own_results.describe(self._trainer), **hand_out()}
         self._snapshots.begin(
-            Label(moment, replica.shard, replica.size),
+            Label(moment, replica.shard, replica.size, self._engine.call),
             state,
             deferred=list(self._slow_tensors()),
             latest_is_whole=yes == total,
@@ -140,6 +146,8 @@ class ReplicaMemory:
             log.warning("No rank can join: there is no memory in which it would find the state.")
             return None
         self._snapshots.keep(moment)
+        if not self._moves_in_place:
+            self._engine.retire()  # the joiner, too, finds the state when all begin again
         return moment
 
     def grow(self, moment: Moment) -> None:
@@ -151,45 +159,66 @@ class ReplicaMemory:
         """As a joiner: return the state that the others put down at the moment which they told."""
         moment = Moment(*told)
         state = self._read(self._find(moment))
+        self._adopt(moment, state)
+        return state
+
+    def take_over(self) -> dict[str, Any]:
+        """As one of the ranks that begin the call again: return the newest whole state of those that are gone."""
+        found = self._whole()[0]
+        lost = max(0, self._engine.reached - found.moment.step)
+        own = found.index_of(self._paths[self._engine.slot])
+        mesh = shard_mesh(self._engine.shard_group, self._trainer.strategy.root_device.type)
+        state: dict[str, Any] = put_together(found.read(), own or 0, mesh)
+        if own is None:
+            state["own_results"] = {}
+        self._adopt(found.moment, state)
+        self._tell("All ranks were started again and", found.moment.step, state["batch"], lost)
+        return state
+
+    def _adopt(self, moment: Moment, state: dict[str, Any]) -> None:
         module, optimizers = self._trainer.lightning_module, self._trainer.optimizers
         changing_modules.adopt_groups(module, optimizers, state["training"]["groups"])
         self.restore(state)
         self._snapshots.keep(moment)
         self._last_step = moment.step
         self._engine.may_regroup = self._is_new = True
-        return state
 
     # Ranks that go.
 
     def go_back(self) -> dict[str, Any]:
         """Collective. After ReplicaLost: bring the ranks that are left together and return the newest whole state.
 
-        The module and its optimizers are sharded over them already; what they hold, :meth:`restore` gives them.
-
-        Raises:
-            ReplicaLostError: If there is none.
-
+        The module and its optimizers are sharded over them already; what they hold, :meth:`restore` gives them. If there is
+        no whole state, all ranks are started again.
         """
         started, reached = time.monotonic(), self._trainer.global_step
         self._snapshots.fence()
+        if not self._moves_in_place:
+            self._engine.retire()
         self._engine.regroup()
-        whole = find_whole(path for own in self._paths for path in own)
+        whole = self._whole()
         newest: list[int] = self._collectives.broadcast_object([*whole[0].moment] if whole else [])
         if not newest:
-            raise ReplicaLostError(len(self._engine.members), self._engine.num_slots)
+            self._engine.retire()
         moment = Moment(*newest)
         state = self._read(self._find(moment))
         self._snapshots.keep(moment)
         self._last_step = moment.step
-        lost, count, spent = reached - moment.step, len(self._engine.members), round(1e3 * (time.monotonic() - started), 2)
-        self._events.emit("rewound", step=moment.step, batch=state["batch"], lost=lost, ms=spent)
-        if self._engine.rank == 0:
-            log.warning("%d ranks go on from the snapshot of step %d; %d steps are trained again.", count, moment.step, lost)
+        spent = round(1e3 * (time.monotonic() - started), 2)
+        self._tell(f"{len(self._engine.members)} ranks", moment.step, state["batch"], reached - moment.step, ms=spent)
         return state
 
+    def _tell(self, who: str, step: int, batch: int, lost: int, **more: float) -> None:
+        self._events.emit("rewound", step=step, batch=batch, lost=lost, **more)
+        if self._engine.rank == 0:
+            log.warning("%s go on from the snapshot of step %d; %d steps are trained again.", who, step, lost)
+
+    def _whole(self) -> list[Found]:
+        """Return all whole snapshots of this call, the newest first."""
+        return find_whole((path for own in self._paths for path in own), self._engine.call)
+
     def _find(self, moment: Moment) -> Found:
-        whole = find_whole(path for own in self._paths for path in own)
-        return next(found for found in whole if found.moment == moment)
+        return next(found for found in self._whole() if found.moment == moment)
 
     def _read(self, found: Found) -> dict[str, Any]:
         mesh = renewed_mesh(self._engine.shard_group, self._trainer.strategy.root_device.type)

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from pathlib import PurePath
 from typing import Any
 
 from lightning_ft.elastic.engine import Engine
@@ -18,6 +19,8 @@ class StartupRecord:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._count = 0
+        self.again = False
+        """Whether the call was started before, by ranks that are gone; paths stay what they were."""
         self.open = True
         """Whether the call is still starting; afterwards broadcasts are not recorded."""
 
@@ -34,6 +37,10 @@ class StartupRecord:
         if self._engine.alone:
             value = self._engine.recorded(key)
             return obj if value is None else pickle.loads(value)
+        if self.again and (value := self._engine.recorded(key)) is not None:
+            known = pickle.loads(value)
+            if isinstance(known, str | PurePath):
+                return known
         result = broadcast()
         if self._engine.rank == 0:
             self._engine.record(key, pickle.dumps(result))

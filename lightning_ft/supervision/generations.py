@@ -57,11 +57,11 @@ class Generations:
         """The newest generation; 0 before the first one."""
         return self._round.number
 
-    def start(self, ranks: list[Rank], shard_size: ShardSize) -> list[Rank]:
+    def start(self, ranks: list[Rank], shard_size: ShardSize, *, anew: bool = False) -> list[Rank]:
         """Begin a call with ``ranks`` as its members; return those that are too many for whole replicas."""
         self.is_ending = False
         self._shard_size = shard_size
-        self._replicas.start([rank.slot for rank in ranks], shard_size)
+        self._replicas.start([rank.slot for rank in ranks], shard_size, anew=anew)
         self._errors.clear()
         self._dead.clear()
         self._due = "start"

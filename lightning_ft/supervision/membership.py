@@ -57,6 +57,8 @@ class Membership:
         self._call = -1
         self._fn = ""
         self._has_progressed = False
+        self._begins_anew = False  # since nobody is left who held the state of the call
+        self._last_raised = False  # the member that ended last
         self._failures = Failures()
         self._signal: int | None = None
         self._forwarded: dict[int, float] = {}  # signal -> when it was last passed on
@@ -136,6 +138,8 @@ class Membership:
         is_between_calls = rank.veteran and rank.phase not in (Phase.MEMBER, Phase.ORPHAN)
         ago = 0.0 if rank.raised_at is None else round(now - rank.raised_at, 4)
         self._roster.record("exit", slot=slot, incarnation=incarnation, how=how, code=code, member=was_member, ago=ago)
+        if was_member:
+            self._last_raised = rank.raised is not None and code > 0
         if is_member:
             self._generations.remove(rank, how, "death")
             self._generations.is_ending |= code == 0  # the user's own sys.exit(0) in a hook
@@ -330,7 +334,8 @@ class Membership:
             self._respawns.restart(rank.slot, now)
             return
         told = f"Slot {rank.slot} (pid {rank.pid}) died ({how})"
-        if self._generations.number and (self._generations.is_ending or not self.members):
+        is_over = self._generations.is_ending or not (self.members or self._begins_anew)
+        if self._generations.number and is_over:
             self._lost.add(rank.slot)
             if self.members:
                 self._roster.act(Notice(f"{told} as the call was ending."))
@@ -395,7 +400,7 @@ class Membership:
             if rank.raised_at is not None and now >= rank.raised_at + self.policy.grace:
                 self._roster.kill(rank, "did not end in time")
         if self._verdict is None and self._generations.number:
-            self._settle_orphans()
+            self._settle_orphans(now)
         if self._verdict is None:
             self._settle_start(now)
             self._settle_members(now)
@@ -421,7 +426,8 @@ class Membership:
         num_expected = len(self._roster.ranks) + len(self._wanted) + len(self._starting) + len(self._respawns)
         num_expected += len(self._suspended - self._roster.ranks.keys())
         error = error or self._generations.settle(policy, num_expected, now)
-        if self._generations.is_lost and self._signal is not None:  # the others did what they were asked, and are gone
+        is_asked = self._signal is not None  # then the others did what they were asked, and are gone
+        if self._generations.is_lost and (is_asked or self._can_begin_anew):
             self._generations.restart_orphans()
         elif self._generations.is_lost:
             error = "No replica is whole, and the ranks that are left do not hold every shard: the state is lost."
@@ -437,12 +443,34 @@ class Membership:
         for rank in self._roster.ranks.values():
             self._roster.kill(rank, "did not end in time")
 
-    def _settle_orphans(self) -> None:
-        """Once nobody is left who holds the job's state, joiners have nothing to join."""
-        if not self._roster.seniority:
-            self._forget_spawns()
-            for rank in self._roster.ranks.values():
-                self._roster.kill(rank)
+    def _settle_orphans(self, now: float) -> None:
+        """Once nobody is left who holds the job's state, joiners have nothing to join: all begin the call again, or end."""
+        if self._roster.seniority or self._begins_anew:
+            return
+        if self._can_begin_anew:
+            self._begin_anew(now)
+            return
+        self._forget_spawns()
+        for rank in self._roster.ranks.values():
+            self._roster.kill(rank)
+
+    @property
+    def _can_begin_anew(self) -> bool:
+        """Whether ranks that are started again find what the call began with, or the state in memory or on disk."""
+        is_running = self._signal is None and not self._generations.is_ending and not self._last_raised
+        return is_running and (self._call == 0 or self._fn == "fit")
+
+    def _begin_anew(self, now: float) -> None:
+        self._begins_anew = True
+        for slot in sorted(self._lost):
+            self._respawn(slot, now)
+        self._lost.clear()
+        for rank in self._roster.ranks.values():
+            if rank.is_free:
+                self._roster.restart(rank)
+        if self._roster.ranks or self._wanted or self._starting or self._respawns:
+            self._roster.record("begun_anew", call=self._call, step=self._step)
+            self._roster.act(Notice(f"No rank is left that holds the state after step {self._step}: all begin again."))
 
     def _settle_start(self, now: float) -> None:
         """Start the next call once all that take part stand before it."""
@@ -450,6 +478,8 @@ class Membership:
         if self.members or not candidates or any(rank.phase is not Phase.STANDING or rank.killed for rank in candidates):
             return
         calls = {rank.standing_at for rank in candidates}
+        if self._begins_anew and min(calls)[0] < self._call:
+            return  # on its way there
         if len(calls) > 1:
             places = ", ".join(f"{fn} (call {call})" for call, fn in sorted(calls))
             self._abort(1, f"Ranks stand at different Trainer calls: {places}. Each must make the same ones.", now)
@@ -464,9 +494,12 @@ class Membership:
             self._outcome.forget(slot)  # this call has another rank 0
             self._respawn(slot, now)
         self._lost.clear()
+        anew, self._begins_anew = self._begins_anew, False
+        mode: Mode = "again" if anew else "start"
+        self._step = self._step if anew else 0
         for rank in candidates:
-            self._enter(rank, self._call, "start")
-        for rank in self._generations.start(candidates, self.policy.shard_size):
+            self._enter(rank, self._call, mode)
+        for rank in self._generations.start(candidates, self.policy.shard_size, anew=anew):
             self._roster.restart(rank)
         if not self.members:
             num_ranks = self.policy.shard_size
@@ -474,7 +507,7 @@ class Membership:
 
     def _candidates(self) -> list[Rank]:
         """Return those who start the next call together."""
-        if self._generations.number:
+        if self._generations.number and not self._begins_anew:
             return [self._roster.ranks[slot] for slot in self._roster.seniority]
         if self._wanted or self._starting or self._respawns:
             return []
@@ -485,7 +518,8 @@ class Membership:
 
         Until there is one they wait where they are: their script would go on with a module that is not trained.
         """
-        is_open = self._fn == "fit" and self.members and not self._generations.is_ending
+        is_running = self._fn == "fit" and self.members
+        is_open = (is_running or self._begins_anew) and not self._generations.is_ending
         for rank in self._roster.ranks.values():
             if rank.phase is not Phase.STANDING or rank.veteran or rank.killed or not is_open:
                 continue
@@ -493,7 +527,7 @@ class Membership:
             if call < self._call:
                 rank.phase = Phase.STARTING
                 self._enter(rank, call, "skip")
-            elif call == self._call and fn == self._fn:
+            elif call == self._call and fn == self._fn and not self._begins_anew:
                 free = [other.shard for other in self._roster.ranks.values() if other.is_free and not other.killed]
                 rank.shard = shard_for(rank.slot, free, self.policy.shard_size)
                 rank.phase = Phase.JOINING
@@ -502,7 +536,8 @@ class Membership:
     def _enter(self, rank: Rank, call: int, mode: Mode) -> None:
         size = self.policy.shard_size
         size = len(self.members) + 1 if size == "all" else size
-        self._roster.send(rank.slot, Enter(type="enter", call=call, mode=mode, shard=rank.shard, shard_size=size))
+        told = Enter(type="enter", call=call, mode=mode, shard=rank.shard, shard_size=size, step=self._step)
+        self._roster.send(rank.slot, told)
 
     def _spawn(self, now: float) -> None:
         self._wanted.update(self._respawns.take_due(now))

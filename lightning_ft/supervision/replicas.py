@@ -24,13 +24,21 @@ class Replicas:
         """All their slots: global ranks are positions in this list."""
         return [slot for replica in self.all for slot in replica]
 
-    def start(self, slots: Sequence[int], size: ShardSize) -> None:
-        """Divide ``slots``, all of them if their number allows; replicas that are whole stay together."""
+    def start(self, slots: Sequence[int], size: ShardSize, *, anew: bool = False) -> None:
+        """Divide ``slots``, all of them if their number allows; replicas that are whole stay together.
+
+        Args:
+            slots: Who is there.
+            size: How many ranks a replica has.
+            anew: Whether none of them holds anything yet. Otherwise a slot tells which shard its rank may hold.
+
+        """
         whole = [replica for replica in self.all if len(replica) == size and set(replica) <= set(slots)]
         kept = {slot for replica in whole for slot in replica}
         others = [slot for slot in slots if slot not in kept]
         count = 1 if size == "all" else size
-        self.all = [*whole, *form({slot: slot % count for slot in others}, size)]
+        shards = {slot: (place if anew else slot) % count for place, slot in enumerate(others)}
+        self.all = [*whole, *form(shards, size)]
 
     def add(self, replica: Sequence[int], size: ShardSize) -> None:
         """Add a new one; if a replica is whatever is alive, it becomes part of the one there is."""

@@ -184,7 +184,7 @@ class Supervisor:
         for spare in self._spares.take_due(self._membership.num_spares, time.monotonic()):
             self._start(spare, 0)
         for spare, call in self._spares.take_behind(self._membership.call):
-            self._send(spare, Enter(type="enter", call=call, mode="skip", shard=0, shard_size=1))
+            self._send(spare, Enter(type="enter", call=call, mode="skip", shard=0, shard_size=1, step=0))
 
     def _assign(self, spare: int, slot: int, incarnation: int) -> None:
         process = self._slots[slot] = self._slots.pop(spare)

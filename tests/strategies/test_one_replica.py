@@ -94,3 +94,59 @@ def test_two_deaths_at_once_and_one_in_the_recovery_leave_the_newest_whole_snaps
     assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
     assert audit(job.events).problems() == []
     assert json.loads((tmp_path / "result_0.json").read_text())["size"] == 1
+
+
+def test_all_ranks_begin_again_if_none_is_left_and_if_one_dies_before_the_first_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="train_start"),
+            *(Fault(kind="kill", slot=slot, point="gradients_ready", step=22, incarnation=1) for slot in range(3)),
+        ]
+    )
+    job = run(plan, tmp_path, shard_size=3, validate=True)
+    assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
+    assert audit(job.events).problems() == []
+    begun = [event["step"] for event in job.events if event["event"] == "begun_anew"]
+    assert begun[0] == 0
+    assert len(begun) == 2
+    rewound = {(event["step"], event["lost"]) for event in job.events if event["event"] == "rewound"}
+    assert (20, max(0, begun[1] - 20)) in rewound
+    assert "All ranks were started again and go on from the snapshot of step 20" in job.stderr
+    assert [path.name for path in tmp_path.glob("**/ft_events/*")] == [path.name for path in tmp_path.glob("ft_events/*")]
+
+
+def test_without_a_snapshot_the_newest_checkpoint_of_the_run_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=0, point="backward_early", step=20)])
+    job = run(plan, tmp_path, without_memory=True, strategy={"max_restarts": 0})
+    assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
+    assert audit(job.events).problems() == []
+    (resumed,) = {(event["step"], event["path"]) for event in job.events if event["event"] == "resumed"}
+    assert resumed == (16, str(tmp_path / "checkpoints" / "epoch=0-step=16.ckpt"))
+    assert json.loads((tmp_path / "result_1.json").read_text())["size"] == 2
+
+
+def test_where_shards_cannot_be_moved_in_place_all_ranks_begin_again_from_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=2, point="gradients_ready", step=6)])
+    job = run(plan, tmp_path, unknown_torch=True, max_epochs=1)
+    assert_equals_one_process(tmp_path, monkeypatch, num_epochs=1)
+    assert audit(job.events).problems() == []
+    assert "shards can't be moved in place" in job.stderr
+    assert "go on from the snapshot of step 4" in job.stderr
+    assert json.loads((tmp_path / "result_2.json").read_text())["size"] == 3
+
+
+def test_if_all_ranks_of_a_replicated_module_die_they_go_on_from_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=slot, point="gradients_ready", step=20) for slot in range(3)])
+    job = run(plan, tmp_path, shard_size=1)
+    assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
+    assert audit(job.events).problems() == []
+    assert {event["step"] for event in job.events if event["event"] == "resumed"} == {16}
+    assert "epoch=0-step=16.ckpt, of step 16; " in job.stderr

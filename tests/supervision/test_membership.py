@@ -864,19 +864,20 @@ def test_first_exception_explains_the_end_when_all_are_gone() -> None:
 
 
 def test_signals_explain_the_end_when_all_were_killed() -> None:
-    job = Job(2)
+    job = Job(2, max_restarts=0)
     job.train()
     job.kill(0, 1)
     assert job.finish == Finish(137, "All ranks are gone: slot 0 (SIGKILL), slot 1 (SIGKILL).")
 
 
 def test_death_that_was_healed_does_not_explain_a_later_end() -> None:
-    job = Job(2)
+    job = Job(2, max_restarts=1)
     job.train()
     job.raises(1)
     job.rejoin(1)
     job.say(0, "progress", step=2)
     job.kill(0, 1)
+    job.kill(0)
     assert job.finish is not None
     assert job.finish.code == 137
 
@@ -1162,7 +1163,7 @@ class Chaos(Job):
         message = self.inbox[slot][self.seen[slot]]
         self.seen[slot] += 1
         if message["type"] == "enter":
-            self.state[slot] = {"start": "entering", "join": "joining", "skip": "script"}[message["mode"]]
+            self.state[slot] = {"join": "joining", "skip": "script"}.get(message["mode"], "entering")
             self.call[slot] += message["mode"] == "skip"
         elif message["type"] == "generation":
             if self.state[slot] != "script":  # else it completed the call before it heard
@@ -1345,12 +1346,18 @@ def test_orphans_that_hold_every_shard_become_a_replica_at_once() -> None:
     assert (job.generations[-1]["replicas"], job.reason) == ([[4, 5], [2, 1]], "death")
 
 
-def test_orphans_of_which_none_holds_some_shard_end_the_job_if_they_are_all_that_is_left() -> None:
+def test_orphans_of_which_none_holds_some_shard_begin_the_call_again_if_they_are_all_that_is_left() -> None:
     job = Job(4, shard_size=2, max_restarts=0)
     job.train()
+    job.say(0, "progress", step=7)
     job.kill(0)
     job.kill(2)
-    assert all(job.has(slot, "stop") for slot in (1, 3))
+    assert job.doomed == [1, 3]
+    job.bury_doomed()
+    assert job.notices[-1] == "No rank is left that holds the state after step 7: all begin again."
+    job.begin(1, 3)
+    assert job.has(1, "enter", call=0, mode="again", step=7)
+    assert (job.generations[-1]["replicas"], job.reason) == ([[1, 3]], "start")
 
 
 def test_an_orphan_is_no_loss_once_the_others_have_stopped_as_they_were_asked_to() -> None:
@@ -1387,6 +1394,44 @@ def test_all_that_is_alive_is_the_replica_if_the_shards_are_as_many_as_that() ->
     job.connect()
     job.rejoin(0)
     assert (job.generations[-1]["replicas"], job.reason) == ([[1, 2, 0]], "join")
+
+
+def test_a_call_that_nobody_survived_is_begun_again_by_all_past_the_calls_before_it() -> None:
+    job = Job(3, shard_size="all", max_restarts=1)
+    job.train()
+    job.end(0, 1, 2)
+    job.begin(0, 1, 2, call=1)
+    job.connect()
+    job.say(0, "progress", step=9)
+    job.kill(0)
+    job.begin(0)
+    assert job.has(0, "enter", call=0, mode="skip")
+    job.begin(0, call=1)  # to join, when there is nobody any more
+    job.kill(1, 2)
+    assert job.doomed == [0]
+    job.bury_doomed()
+    assert sorted(job.spawned[-3:]) == [(0, 2), (1, 1), (2, 1)]
+    job.kill(2)
+    assert job.notices[-1].endswith("died (SIGKILL); it stays out after 1 respawn.")
+    for slot in (0, 1):
+        job.begin(slot)
+        assert job.has(slot, "enter", call=0, mode="skip")
+        job.begin(slot, call=1)
+        assert job.has(slot, "enter", call=1, mode="again", step=9) == (slot == 1)
+    assert job.members == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shard_size", "ends"), [("test", "all", True), ("test", 1, True), ("fit", "all", False), ("fit", 1, False)]
+)
+def test_a_call_is_begun_again_only_if_ranks_can_find_what_it_needs(fn: str, shard_size: Any, ends: bool) -> None:
+    job = Job(2, shard_size=shard_size)
+    job.train()
+    job.end(0, 1)
+    job.begin(0, 1, call=1, fn=fn)
+    job.kill(0, 1)
+    job.bury_doomed()
+    assert (job.finish is not None) == ends
 
 
 # What a user asks for.

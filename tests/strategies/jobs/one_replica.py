@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
 from lightning_ft.sharding.options import ShardingOptions
+from lightning_ft.strategies import replica_memory
 from lightning_ft.testing import FaultPlan
 
 NUM_SAMPLES, BATCH_SIZE = 96, 2
@@ -105,12 +106,16 @@ class Records(Callback):
 
 
 def main(options: dict[str, Any]) -> None:
+    if options.get("without_memory"):
+        os.environ.pop("LIGHTNING_FT_MEMORY", None)  # as on a system that has none
+    if options.get("unknown_torch"):
+        replica_memory.missing_names = lambda: ("FSDPParam._init_extensions",)
     seed_everything(1)
     sharding = ShardingOptions(memory_snapshot_every_n_steps=options.get("every", 4))
     trainer = Trainer(
         accelerator="cpu",
         devices=options.get("devices", 3),
-        strategy=FTStrategy("all", sharding=sharding, **options.get("strategy", {})),
+        strategy=FTStrategy(options.get("shard_size", "all"), sharding=sharding, **options.get("strategy", {})),
         max_epochs=options.get("max_epochs", 2),
         logger=False,
         enable_progress_bar=False,
