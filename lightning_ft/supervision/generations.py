@@ -256,12 +256,11 @@ class Generations:
             self._hold_since = None
         if self._hold_since is None:
             return None
-        waited = now - self._hold_since
         told = f"Not enough replicas: {len(self._replicas.all)} alive, {policy.min_replicas} needed (`min_replicas`)"
         if num_expected // (1 if self._shard_size == "all" else self._shard_size) < policy.min_replicas:
             return f"{told}, and the others may not start again."
-        if waited >= policy.rejoin_timeout:
-            return f"{told}, and too few came back in {waited:.0f} s."
+        if now >= self._hold_since + policy.rejoin_timeout:  # as the deadline is computed, to the last bit
+            return f"{told}, and too few came back in {now - self._hold_since:.0f} s."
         return None
 
     def _tell(self) -> None:
