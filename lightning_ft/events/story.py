@@ -221,6 +221,9 @@ class Story:
             self._mark({**event, "slot": None}, "rewound", f"back to step {event['step']}; {event['lost']} steps again")
         self._rewound[key] = event["lost"]
 
+    def _on_begun_anew(self, event: Event) -> None:
+        self._mark(event, "begun_anew", f"nobody was left who held the state after step {event['step']}: all began again")
+
     def _on_resumed(self, event: Event) -> None:
         if self._newest != (event["step"], event["path"]):
             self._newest = event["step"], event["path"]

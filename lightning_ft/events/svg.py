@@ -23,6 +23,7 @@ _SYMBOLS = {
     "control": ("*", "#6a1b9a"),
     "rewound": ("<", "#ef6c00"),
     "resumed": (">", "#2e7d32"),
+    "begun_anew": ("<", "#c62828"),
     "corruption": ("!", "#c62828"),
     "stall": ("~", "#ef6c00"),
 }

@@ -262,9 +262,9 @@ class FTStrategy(LiveRanks):
         self.engine.on_change = self._on_change
         return self.engine
 
-    def _begin_anew(self, ckpt_path: Any) -> Any:
+    def _begin_anew(self, fn: str, ckpt_path: Any) -> Any:
         assert isinstance(self.engine, LocalEngine)
-        self._anew, self._startup.again = BegunAnew(self.engine, ckpt_path), True
+        self._anew, self._startup.again = BegunAnew(self.engine, fn, ckpt_path), True
         return self._anew.ckpt_path
 
     @override
@@ -329,19 +329,10 @@ class FTStrategy(LiveRanks):
             self.model_to_device()
             self._make_alike([*self.model.parameters(), *self.model.buffers()])
         else:
-            mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
-            if self._is_joiner:
-                warm_up(mesh)
-            self.sharded = self._sharding.shard(self.lightning_module, mesh, self._make_alike)
-            self._sharding.shard_copies(trainer, self.lightning_module, mesh)
-            self._sharding.cancel_saves_on_exceptions(trainer)
-            self._evaluation = ShardedEvaluation(
-                self._live,
-                self.sharded,
-                self.engine,
-                self.collectives,
-                can_regroup=self._policy.shard_size != "all",
-            )
+            self._shard(trainer, self._sharding, self._live)
+        if self._anew is not None:
+            mesh = None if self.sharded is None else shard_mesh(self.engine.shard_group, self.root_device.type)
+            self._anew.give_back(self.lightning_module, mesh)
         if fitting:
             self._steps = self._make_steps(self._live)
             self.setup_optimizers(trainer)
@@ -360,6 +351,18 @@ class FTStrategy(LiveRanks):
         if fitting and self._is_joiner:
             # Here, and not after `on_fit_start`: callbacks expect in that hook what they saved.
             trainer._checkpoint_connector._restore_modules_and_callbacks(joining.PEER_CHECKPOINT)
+
+    def _shard(self, trainer: Trainer, sharding: ReplicaSharding, live: LiveTraining) -> None:
+        """Collective. Shard the module, and the copies that callbacks made of it."""
+        assert self.lightning_module is not None
+        mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
+        if self._is_joiner:
+            warm_up(mesh)
+        self.sharded = sharding.shard(self.lightning_module, mesh, self._make_alike)
+        sharding.shard_copies(trainer, self.lightning_module, mesh)
+        sharding.cancel_saves_on_exceptions(trainer)
+        can_regroup = self._policy.shard_size != "all"
+        self._evaluation = ShardedEvaluation(live, self.sharded, self.engine, self.collectives, can_regroup=can_regroup)
 
     def _make_steps(self, live: LiveTraining) -> TrainingSteps:
         assert self.model is not None
@@ -413,7 +416,8 @@ class FTStrategy(LiveRanks):
         if self.is_global_zero:
             remember_loggers(self.engine, trainer)
         if self._anew is not None:
-            self._anew.tell(self.events, 0 if self._resumed is None else self._resumed[2], is_leader=self.is_global_zero)
+            resumed = None if self._resumed is None else (self._resumed[0], self._resumed[2])
+            self._anew.tell(self.events, resumed, is_leader=self.is_global_zero)
         if self._resumed is not None:  # told here, where this fit's own log is open
             self.attempt, self._resumed = tell_resumed(self.events, *self._resumed), None
         self.events.emit("fit")

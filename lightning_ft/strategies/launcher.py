@@ -31,7 +31,7 @@ class ElasticLauncher(_Launcher):
         start_method: How they are started.
         start_engine: Returns the engine of this process.
         preemption: Returns what is known about the end of the call, once it is set up.
-        begin_anew: Returns the ``ckpt_path`` of a fit that is begun again, in place of the one that it gets.
+        begin_anew: Called when a call is begun again; returns a fit's ``ckpt_path`` in place of the one that it gets.
 
     """
 
@@ -41,7 +41,7 @@ class ElasticLauncher(_Launcher):
         start_method: StartMethod,
         start_engine: Callable[[RankEnvironment | None], Engine],
         preemption: Callable[[], Preemption | None],
-        begin_anew: Callable[[Any], Any],
+        begin_anew: Callable[[str, Any], Any],
     ) -> None:
         self._num_slots = num_slots
         self._start_method = start_method
@@ -78,10 +78,11 @@ class ElasticLauncher(_Launcher):
         assert trainer is not None
         if mode == "skip":
             return past_calls.recall(engine, trainer, args[0])
-        if mode == "join" or (mode == "again" and fn == "fit"):
-            position = _CKPT_PATH_POSITION[function.__name__]
-            ckpt_path = PEER_CHECKPOINT if mode == "join" else self._begin_anew(args[position])
-            args = (*args[:position], ckpt_path, *args[position + 1 :])
+        if mode != "start":
+            position = _CKPT_PATH_POSITION.get(function.__name__, len(args))
+            asked = args[position : position + 1]
+            state = PEER_CHECKPOINT if mode == "join" else self._begin_anew(fn, asked[0] if asked else None)
+            args = (*args[:position], state, *args[position + 1 :]) if asked else args
         is_over = False
         try:
             result = self._run(function, *args, **kwargs)

@@ -191,9 +191,10 @@ class LiveTraining:
                             rewinding.run_again(self.trainer, run)
                         else:
                             run()
-                        return
+                        break
                     except ReplicaLost:
                         is_back = True
+            memory.leave_module()
 
         fit_loop.run = run_on
 

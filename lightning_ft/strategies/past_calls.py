@@ -33,6 +33,7 @@ def remember(engine: Engine, trainer: Trainer, returned: Any) -> None:
         return
     left = {
         "returned": returned if trainer.state.fn in _EVALUATIONS else None,
+        "fitted": trainer.state.fn == TrainerFn.FITTING,
         "progress": trainer.fit_loop.state_dict(),
         "metrics": dict(trainer._logger_connector._callback_metrics),
         "callbacks": [callback.state_dict() for callback in _with_results(trainer)],
@@ -60,6 +61,12 @@ def recall(engine: Engine, trainer: Trainer, model: LightningModule | None) -> A
         callback.load_state_dict(state)
     tuning.adopt(trainer, model, left["found"])
     return left["returned"]
+
+
+def have_fitted(engine: Engine) -> bool:
+    """Whether a call before this one trained the module, as far as that is known."""
+    values = [engine.recorded(f"call/{call}") for call in range(engine.call)]
+    return any(value is None or pickle.loads(value)["fitted"] for value in values)
 
 
 def _with_results(trainer: Trainer) -> list[Any]:

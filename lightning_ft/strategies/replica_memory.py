@@ -21,7 +21,8 @@ from lightning_ft.sharding.reshard import collect, move, restore
 from lightning_ft.sharding.shard_tree import put_together
 from lightning_ft.sharding.shared_slots import Label, Moment
 from lightning_ft.sharding.snapshots import Found, Snapshots, find_whole
-from lightning_ft.strategies import changing_modules, own_results
+from lightning_ft.strategies import changing_modules, own_results, tuning
+from lightning_ft.strategies.begun_anew import what_is_left_by
 from lightning_ft.strategies.sharding import averaged_copies
 from lightning_ft.supervision.host_memory import paths_of
 
@@ -103,6 +104,11 @@ class ReplicaMemory:
             self._is_new = False
             self._engine.report_progress(step)  # it holds the state: the supervisor can count on it before its first step
 
+    def leave_module(self) -> None:
+        """Collective. When the fit is over: put the module where those find it who begin a later call again."""
+        if not tuning.is_searching(self._trainer):
+            self._put(collect(self._trainer.lightning_module, []), what_is_left_by(self._engine.call), at_once=True)
+
     def poll(self) -> None:
         """Take note of a snapshot that was copied meanwhile."""
         self._snapshots.poll()
@@ -112,21 +118,25 @@ class ReplicaMemory:
         self._snapshots.fence()
 
     def _take(self, hand_out: Callable[[], dict[str, Any]], *, at_once: bool) -> Moment:
+        shards = [collect(copy, []) for copy in self._copies]
+        shards.append(collect(self._trainer.lightning_module, self._trainer.optimizers))
+        state = {"shards": shards, "own_results": own_results.describe(self._trainer), **hand_out()}
+        moment = self._put(state, self._engine.call, at_once=at_once)
+        self._last_step = moment.step
+        return moment
+
+    def _put(self, state: dict[str, Any], call: int, *, at_once: bool) -> Moment:
         self._snapshots.fence()
         moment = Moment(self._engine.generation, self._trainer.global_step)
         replica = self._engine.replica
         yes, total = self._collectives.count(self._snapshots.is_latest_whole)
-        shards = [collect(copy, []) for copy in self._copies]
-        shards.append(collect(self._trainer.lightning_module, self._trainer.optimizers))
-        state = {"shards": shards, "own_results": own_results.describe(self._trainer), **hand_out()}
         self._snapshots.begin(
-            Label(moment, replica.shard, replica.size, self._engine.call),
+            Label(moment, replica.shard, replica.size, call),
             state,
             deferred=list(self._slow_tensors()),
             latest_is_whole=yes == total,
             at_once=at_once,
         )
-        self._last_step = moment.step
         return moment
 
     def _slow_tensors(self) -> Iterator[Tensor]:

@@ -457,8 +457,7 @@ class Membership:
     @property
     def _can_begin_anew(self) -> bool:
         """Whether ranks that are started again find what the call began with, or the state in memory or on disk."""
-        is_running = self._signal is None and not self._generations.is_ending and not self._last_raised
-        return is_running and (self._call == 0 or self._fn == "fit")
+        return self._signal is None and not self._generations.is_ending and not self._last_raised
 
     def _begin_anew(self, now: float) -> None:
         self._begins_anew = True

@@ -60,6 +60,21 @@ def assert_equals_one_process(directory: Path, monkeypatch: pytest.MonkeyPatch, 
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-6)
 
 
+def assert_tested(directory: Path) -> None:
+    """All ranks returned the loss of what was trained."""
+    import one_replica
+
+    net = one_replica.make_net()
+    weights = json.loads((directory / "result_1.json").read_text())["weights"]
+    _, inputs, targets = zip(*(one_replica.Samples()[index] for index in range(NUM_SAMPLES)), strict=True)
+    with torch.no_grad():
+        for parameter, trained in zip(net.parameters(), weights, strict=True):
+            parameter.copy_(torch.tensor(trained))
+        loss = torch.nn.functional.mse_loss(net(torch.stack(inputs)), torch.stack(targets)).item()
+    tested = [json.loads(path.read_text())["test_loss"] for path in directory.glob("tested_*.json")]
+    assert tested == [pytest.approx(loss, rel=1e-5)] * 3
+
+
 def test_the_ranks_that_are_left_go_on_in_their_processes_and_those_that_return_take_their_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,12 +144,18 @@ def test_without_a_snapshot_the_newest_checkpoint_of_the_run_is_gone_on_from(
     assert json.loads((tmp_path / "result_1.json").read_text())["size"] == 2
 
 
-def test_where_shards_cannot_be_moved_in_place_all_ranks_begin_again_from_the_snapshot(
+def test_where_shards_cannot_be_moved_in_place_and_in_a_later_test_all_ranks_begin_again_from_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = FaultPlan([Fault(kind="kill", slot=2, point="gradients_ready", step=6)])
-    job = run(plan, tmp_path, unknown_torch=True, max_epochs=1)
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=2, point="gradients_ready", step=6),
+            Fault(kind="kill", slot=0, point="test_batch", incarnation=1),
+        ]
+    )
+    job = run(plan, tmp_path, unknown_torch=True, max_epochs=1, test=True)
     assert_equals_one_process(tmp_path, monkeypatch, num_epochs=1)
+    assert_tested(tmp_path)
     assert audit(job.events).problems() == []
     assert "shards can't be moved in place" in job.stderr
     assert "go on from the snapshot of step 4" in job.stderr

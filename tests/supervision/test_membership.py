@@ -1421,17 +1421,22 @@ def test_a_call_that_nobody_survived_is_begun_again_by_all_past_the_calls_before
     assert job.members == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("fn", "shard_size", "ends"), [("test", "all", True), ("test", 1, True), ("fit", "all", False), ("fit", 1, False)]
-)
-def test_a_call_is_begun_again_only_if_ranks_can_find_what_it_needs(fn: str, shard_size: Any, ends: bool) -> None:
+@pytest.mark.parametrize(("fn", "shard_size"), [("test", "all"), ("fit", 1)])
+def test_a_call_is_not_begun_again_if_its_last_rank_raised(fn: str, shard_size: Any) -> None:
     job = Job(2, shard_size=shard_size)
     job.train()
     job.end(0, 1)
     job.begin(0, 1, call=1, fn=fn)
     job.kill(0, 1)
     job.bury_doomed()
-    assert (job.finish is not None) == ends
+    assert job.finish is None
+    job.begin(0, 1)
+    job.begin(0, 1, call=1, fn=fn)
+    job.say(0, "progress", step=1)
+    job.kill(1)
+    job.raises(0)
+    job.bury_doomed()
+    assert job.finish is not None
 
 
 # What a user asks for.

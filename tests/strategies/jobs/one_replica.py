@@ -54,6 +54,10 @@ class Model(LightningModule):
         _, inputs, targets = batch
         self.log("val_loss", nn.functional.mse_loss(self.net(inputs), targets), sync_dist=True)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        _, inputs, targets = batch
+        self.log("test_loss", nn.functional.mse_loss(self.net(inputs), targets), sync_dist=True)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
@@ -127,6 +131,10 @@ def main(options: dict[str, Any]) -> None:
     model = Model()
     loader = DataLoader(Samples(), batch_size=BATCH_SIZE, shuffle=True)
     trainer.fit(model, loader, DataLoader(Samples(), batch_size=16) if options.get("validate") else None)
+    if options.get("test"):
+        (tested,) = trainer.test(model, DataLoader(Samples(), batch_size=8))
+        with open(f"tested_{trainer.strategy.engine.slot}.json", "w") as file:
+            json.dump(tested, file)
 
 
 if __name__ == "__main__":
