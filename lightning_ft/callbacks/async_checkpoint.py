@@ -21,6 +21,7 @@ from lightning_ft.callbacks.begun_save import BegunSave, link
 from lightning_ft.callbacks.resumable_checkpoint import ResumableCheckpoint
 from lightning_ft.callbacks.shared_names import check_names
 from lightning_ft.checkpoint.async_saver import AsyncSaver
+from lightning_ft.checkpoint.leftovers import discard
 from lightning_ft.checkpoint.pending_save import PendingSave
 from lightning_ft.checkpoint.reader import paths_in
 from lightning_ft.checkpoint.snapshot import Fence
@@ -299,8 +300,13 @@ class AsyncCheckpoint(ResumableCheckpoint):
     @override
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """Leave it to the commit of the save that replaces it."""
-        if not (self._saves and filepath in self._saves[-1].replaced):
+        if self._saves and filepath in self._saves[-1].replaced:
+            return
+        self._in_store.discard(filepath)
+        if not is_store(filepath):
             super()._remove_checkpoint(trainer, filepath)
+        elif trainer.is_global_zero:
+            discard(place(filepath))
 
     @override
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:

@@ -25,12 +25,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
     listing = commands.add_parser("ls", help="list checkpoints, the newest first")
     listing.add_argument("dirpath", nargs="?", default=".", help="directory that holds checkpoints, or s3://...")
-    listing.set_defaults(run=lambda arguments: _list(arguments.dirpath))
+    listing.set_defaults(run=lambda arguments: _or_exit(lambda: _list(arguments.dirpath)))
 
     verifying = commands.add_parser("verify", help="check every byte; exit code 1 if anything is damaged")
     verifying.add_argument("path", nargs="+", help="a checkpoint, or a directory that holds some")
     verifying.add_argument("--sizes", action="store_true", help="read small files only, and compare lengths of the others")
-    verifying.set_defaults(run=lambda arguments: _verify(arguments.path, arguments.sizes))
+    verifying.set_defaults(run=lambda arguments: _or_exit(lambda: _verify(arguments.path, arguments.sizes)))
 
     exporting = commands.add_parser("export", help="make a single file of a checkpoint's directory")
     exporting.add_argument("checkpoint")

@@ -12,7 +12,7 @@ import xxhash
 from lightning_ft.checkpoint.dcp_reading import read_metadata, storage_files
 from lightning_ft.checkpoint.layout import MANIFEST, META, METADATA, FileEntry, Manifest, rank_section_name
 from lightning_ft.checkpoint.store_path import Place, place
-from lightning_ft.errors import DamagedCheckpointError, MalformedStateError
+from lightning_ft.errors import DamagedCheckpointError, MalformedStateError, StoreUnreachableError
 
 Thoroughness = Literal["full", "sizes"]
 """``"full"`` reads every byte; ``"sizes"`` reads only small files, and misses a change within a large one."""
@@ -123,7 +123,7 @@ def damage(path: str | os.PathLike[str]) -> str | None:
     """Return what is wrong with a checkpoint, or None."""
     try:
         verify(path)
-    except DamagedCheckpointError as error:
+    except (DamagedCheckpointError, StoreUnreachableError) as error:
         return error.reason
     return None
 

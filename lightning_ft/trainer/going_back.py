@@ -11,6 +11,7 @@ from lightning_ft.checkpoint.lightning_dict import read_checkpoint
 from lightning_ft.checkpoint.reader import DefaultGroup, candidates, check
 from lightning_ft.checkpoint.store_path import place
 from lightning_ft.errors import DamagedCheckpointError
+from lightning_ft.trainer.local_copy import readable
 
 
 def newest_until(trainer: Trainer, step: int) -> tuple[str, int] | None:
@@ -35,7 +36,8 @@ def go_back(trainer: Trainer, path: str) -> None:
     if trainer.strategy.lightning_restore_optimizer:
         _restore(trainer, path)
     else:  # such a strategy loads them itself, shard by shard, whatever it returns
-        trainer.strategy.load_checkpoint(path, weights_only=False)
+        with readable(trainer, path) as where:
+            trainer.strategy.load_checkpoint(where, weights_only=False)
     for optimizer, groups in zip(trainer.optimizers, options, strict=True):
         for group, own in zip(optimizer.param_groups, groups, strict=True):
             group.update(own)

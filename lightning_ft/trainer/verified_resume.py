@@ -8,17 +8,16 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.migration import migrate_checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_ft.checkpoint.dcp_reading import content_directory
 from lightning_ft.checkpoint.leftovers import collect, discard
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint, restore_tensors
 from lightning_ft.checkpoint.reader import DefaultGroup, candidates, check, newest_valid
 from lightning_ft.checkpoint.store_path import Place, follow, is_store, local_form, place
 from lightning_ft.checkpoint.verify import read_manifest
 from lightning_ft.errors import DamagedCheckpointError, StoreUnreachableError
+from lightning_ft.trainer.local_copy import readable
 
 _LEFT_TO_LIGHTNING = ("http://", "https://", "ft://")
 """Single files of the web, and what a live rank hands out."""
@@ -116,16 +115,15 @@ class VerifiedResume:
     def _load(self, path: str | None, weights_only: bool | None) -> None:
         strategy = self._trainer.strategy
         own = type(strategy).load_checkpoint is not Strategy.load_checkpoint
-        is_directory = path is not None and place(path).is_dir()
-        if path is not None and is_directory and is_store(path) and own and not hasattr(strategy, "checkpoint_peers"):
-            raise MisconfigurationException(
-                f"`ckpt_path={path!r}`: `{type(strategy).__name__}` reads directories of file systems only. Copy"
-                f" {content_directory(place(path))} to one, or use `FTStrategy`."
-            )
-        if path is None or own or not is_directory:
+        if path is None:
             self._resume_start(path, weights_only)
-            if path is not None and is_directory and isinstance(strategy, ModelParallelStrategy):
-                self._connector._loaded_checkpoint = restore_tensors(self._connector._loaded_checkpoint, path)
+            return
+        if own or not place(path).is_dir():
+            with readable(self._trainer, path) as where:
+                self._resume_start(where, weights_only)
+                if isinstance(strategy, ModelParallelStrategy) and place(where).is_dir():
+                    self._connector._loaded_checkpoint = restore_tensors(self._connector._loaded_checkpoint, where)
+            self._connector._ckpt_path = path
             return
         rank_zero_info(f"Restoring states from the checkpoint path at {path}")
         self._connector._ckpt_path = path

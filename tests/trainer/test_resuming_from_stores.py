@@ -143,6 +143,8 @@ def test_save_checkpoint_makes_a_directory_or_a_file_of_a_store_and_an_address_o
 
 def train(directory: Path, *, succeeds: bool = True, faults: FaultPlan | None = None, **options: Any) -> JobResult:
     directory.mkdir(exist_ok=True)
+    for path in directory.glob("result_*.json"):  # a rank that is not back before the end leaves none
+        path.unlink()
     job = run_job(SCRIPT, [json.dumps(options)], num_slots=2, directory=directory, faults=faults, timeout=200.0)
     assert (job.returncode == 0) == succeeds, job.tail()
     return job
@@ -177,7 +179,7 @@ def test_a_job_killed_while_it_saves_in_a_store_goes_on_bit_for_bit_and_does_not
     assert_recovered(job.events)
     (newest, *_) = candidates(f"{bucket}/run")
     assert damage(newest.path) is None
-    (end, *others) = ends(tmp_path / "run")
-    assert others == [end]
+    end, *others = ends(tmp_path / "run")
+    assert others in ([], [end])
     held = {name: value.flatten().tolist() for name, value in read_checkpoint(newest.path)["state_dict"].items()}
     assert (held, newest.step) == (end["weights"], end["global_step"])
