@@ -227,10 +227,11 @@ def _check(runs: list[Path]) -> Counter[str]:
     for violation in violations:
         print(f"  {violation}", flush=True)
     counts["violations"] = len(violations)
-    last = max(record.epochs, default=0)  # training stopped somewhere in it
+    # Training stopped somewhere in it; a later one may have been begun by ranks that are gone, with all that they trained.
+    last = max((number for number, epoch in record.epochs.items() if epoch.num_trained), default=0)
     for number, epoch in record.epochs.items():
         counts["samples_twice"] += len(epoch.twice)
-        counts["samples_never"] += len(epoch.never) if number != last else 0
+        counts["samples_never"] += len(epoch.never) if number < last else 0
     return counts
 
 
