@@ -84,6 +84,8 @@ class RerunValidation(Callback):
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 2:
             raise ValueError(f"`RerunValidation(tolerance={tolerance!r})` is not valid: expected a number from 0 to 2.")
         self.tolerance = float(tolerance)
+        if tracker_file is not None:
+            check_type("RerunValidation", "tracker_file", tracker_file, str, "the path of a file, or None")
         self.tracker_file = tracker_file
         if replay is not None:
             check_type("RerunValidation", "replay", replay, ReplayOptions, "`ReplayOptions` or None")

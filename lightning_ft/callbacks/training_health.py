@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_ft.elastic.checks import check_choice, check_count
+from lightning_ft.elastic.checks import check_choice, check_count, check_positive
 from lightning_ft.errors import DiscontinuityError
 from lightning_ft.health.batch_clock import BatchClock
 from lightning_ft.health.gradient_norm import gradient_norm
@@ -79,6 +79,8 @@ class TrainingHealth(Callback):
         check_choice(name, "on_straggler", on_straggler, ("warn", "exclude"))
         check_count(name, "window", window, least=2)
         check_count(name, "every_n_train_steps", every_n_train_steps, least=1)
+        check_positive(name, "flops_per_batch", flops_per_batch)
+        check_positive(name, "peak_flops", peak_flops)
         self.on_discontinuity = on_discontinuity
         self.on_straggler = on_straggler
         self.every_n_train_steps = every_n_train_steps

@@ -32,6 +32,17 @@ def check_seconds(call: str, name: str, value: object, *, zero: bool = False, no
         raise ValueError(_text(call, name, value, f"{expected}, at most {_LONGEST:g}"))
 
 
+def check_positive(call: str, name: str, value: object) -> None:
+    """Raise TypeError or ValueError unless ``value`` is a finite number greater than 0, or None."""
+    expected = "expected a number greater than 0, or None"
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(_text(call, name, value, expected))
+    if not 0 < float(value) < math.inf:
+        raise ValueError(_text(call, name, value, expected))
+
+
 def check_choice(call: str, name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if not any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):

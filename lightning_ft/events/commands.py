@@ -7,17 +7,15 @@ import sys
 from pathlib import Path
 
 from lightning_ft.checkpoint.verify import damage
-from lightning_ft.events.history import EventStream, find_run
+from lightning_ft.events.history import RUN, EventStream, find_run
 from lightning_ft.events.html import to_html
-from lightning_ft.events.kinds import as_words
+from lightning_ft.events.kinds import KINDS, as_words
 from lightning_ft.events.report import Report
-
-_RUN = "the event directory of a run, .../ft_events/<run id>, or one that it is in"
 
 
 def add_report_to(parser: argparse.ArgumentParser) -> None:
     """Describe the command ``lightning-ft report``."""
-    parser.add_argument("where", type=Path, metavar="RUN", help=_RUN)
+    parser.add_argument("where", type=Path, metavar="RUN", help=RUN)
     parser.add_argument("--strict", action="store_true", help="fail if a rule is violated")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report with its charts to this file, too")
     parser.add_argument("--no-checkpoints", action="store_true", help="do not look at the checkpoints that should be there")
@@ -26,8 +24,9 @@ def add_report_to(parser: argparse.ArgumentParser) -> None:
 
 def add_log_to(parser: argparse.ArgumentParser) -> None:
     """Describe the command ``lightning-ft log``."""
-    parser.add_argument("where", type=Path, metavar="RUN", help=_RUN)
-    parser.add_argument("--event", action="append", metavar="KIND", help="only events of this kind; may be repeated")
+    parser.add_argument("where", type=Path, metavar="RUN", help=RUN)
+    told = "only events of this kind; may be repeated"
+    parser.add_argument("--event", action="append", choices=KINDS, metavar="KIND", help=told)
     parser.set_defaults(run=_log)
 
 

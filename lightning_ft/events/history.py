@@ -10,6 +10,8 @@ from typing import Any
 
 from lightning_ft.events.log import parse
 
+RUN = "the event directory of a run, .../ft_events/<run id>, or one that it is in"
+"""What commands take, for people; see :func:`find_run`."""
 _PATTERN = "*.jsonl"
 _EXPECTED = "Expected the directory of a run: .../ft_events/<run id>."
 

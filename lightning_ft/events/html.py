@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from lightning_ft.events.contents import Event
-from lightning_ft.events.report import Report, duration
+from lightning_ft.events.report import Report, duration, lost_to
 from lightning_ft.events.svg import LEGEND, curve, timeline
 
 _MAX_ROWS = 200
@@ -121,21 +121,21 @@ def _verdict(verdict: Event) -> str:
 def _time(report: Report) -> Iterator[str]:
     story = report.story
     lost = {kind: seconds for kind, seconds in story.time_lost(report.audit).items() if seconds > 0}
-    goodput = story.goodput(report.audit)
-    if goodput is None:
+    if story.goodput(report.audit) is None:
         return
-    whole = sum(lost.values()) / max(1e-9, 1 - goodput) if goodput < 1 else story.seconds
-    parts = {"useful": goodput * whole, **lost}
+    whole = max(story.accounted_seconds, sum(lost.values()), 1e-9)
+    parts = {"useful": whole - sum(lost.values()), **lost}
     bar = "".join(
         f'<div style="width:{100 * seconds / whole:.3f}%;background:{_COLOURS[kind]}" title="{kind}"></div>'
         for kind, seconds in parts.items()
     )
     legend = "".join(
-        f'<span><i style="background:{_COLOURS[kind]}"></i>{kind} {100 * seconds / whole:.2f} % ({duration(seconds)})</span>'
+        f'<span><i style="background:{_COLOURS[kind]}"></i>{lost_to(kind)} {100 * seconds / whole:.2f} %'
+        f" ({duration(seconds)})</span>"
         for kind, seconds in parts.items()
     )
     yield f"<h2>Where the time went</h2><div class=bar>{bar}</div>"
-    yield f"<div class=legend>{legend}<span>{story.source}</span></div>"
+    yield f"<div class=legend>{legend}<span>{report.account()}</span></div>"
 
 
 def _rules(report: Report) -> Iterator[str]:
@@ -154,8 +154,10 @@ def _lists(report: Report) -> Iterator[str]:
     def at(time: float) -> str:
         return duration(max(0.0, time - story.begin))
 
-    deaths = [(at(d.time), d.slot, d.step, d.how, _or_none(d.stall), _or_none(d.respawn)) for d in report.deaths]
-    yield from _fold("deaths", ("after", "slot", "step", "how", "its step took longer by", "back in a step after"), deaths)
+    ended = sorted([*report.deaths, *report.excluded], key=lambda death: death.time)
+    deaths = [(at(d.time), d.slot, d.step, d.how, _or_none(d.stall), _or_none(d.respawn)) for d in ended]
+    names = ("after", "slot", "step", "how", "its step took longer by", "back in a step after")
+    yield from _fold("deaths and exclusions", names, deaths)
     joins = [(at(j.time), j.slot, j.step, _or_none(j.gap)) for j in report.joins]
     yield from _fold("returns", ("after", "slot", "step", "the others' step took longer by"), joins)
     saves = [

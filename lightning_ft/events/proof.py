@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_ft.events.audit import audit
+from lightning_ft.events.history import RUN, find_run
 from lightning_ft.events.log import read_events
 
 
@@ -89,14 +90,15 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Describe the command ``lightning-ft data``."""
-    parser.add_argument("directory", type=Path, metavar="RUN", help="event directory of a run: .../ft_events/<run id>")
+    parser.add_argument("where", type=Path, metavar="RUN", help=RUN)
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if not arguments.directory.is_dir():
-        sys.exit(f"{arguments.directory} is no directory; expected that of a run's events: .../ft_events/<run id>")
-    proofs = prove(read_events(arguments.directory))
+    try:
+        proofs = prove(read_events(find_run(arguments.where)))
+    except FileNotFoundError as error:
+        sys.exit(str(error))
     sys.stdout.write("".join(f"{line}\n" for proof in proofs for line in proof.lines()))
     if any(proof.twice or proof.never for proof in proofs):
         sys.exit(1)

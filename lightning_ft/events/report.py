@@ -13,7 +13,7 @@ from lightning_ft.events.analysis import Analysis, Analyzer
 from lightning_ft.events.audit import Audit
 from lightning_ft.events.history import EventStream
 from lightning_ft.events.rules import CheckpointsIntact, Verify, rules
-from lightning_ft.events.story import Story
+from lightning_ft.events.story import EXCLUDED, Story
 from lightning_ft.events.timeline import Death, Join
 
 _WIDTH = 72
@@ -60,8 +60,14 @@ class Report:
 
     @property
     def deaths(self) -> list[Death]:
-        """Those of members."""
-        return [death for fit in self.analysis.fits for death in fit.deaths if death.member]
+        """Those of members, by themselves."""
+        ended = (death for fit in self.analysis.fits for death in fit.deaths if death.member)
+        return [death for death in ended if not death.how.startswith(EXCLUDED)]
+
+    @property
+    def excluded(self) -> list[Death]:
+        """Ends of ranks that were excluded, or suspended."""
+        return [death for fit in self.analysis.fits for death in fit.deaths if death.how.startswith(EXCLUDED)]
 
     @property
     def joins(self) -> list[Join]:
@@ -102,13 +108,15 @@ class Report:
                 f"{len(self.joins)}{_spread([join.gap for join in self.joins], 'the others waited longer by')}",
             ),
         ]
+        if self.excluded:
+            rows.insert(3, ("excluded", f"{len(self.excluded)}, suspended ones included"))
         saved = list(story.checkpoints.values())
         stalls = _spread([checkpoint.stall for checkpoint in saved], "training waited")
         there = sum(not checkpoint.gone for checkpoint in saved)
         rows.append(("checkpoints", f"{len(saved)} saved, {there} to be there, {len(story.failed_saves)} failed{stalls}"))
         goodput = story.goodput(self.audit)
         if goodput is not None:
-            rows.append(("goodput", f"{100 * goodput:.1f} % ({story.source}){self._losses()}"))
+            rows.append(("goodput", f"{100 * goodput:.1f} % {self.account()}{self._losses()}"))
         if len(story.run_ids) > 1:
             rows.append(("attempts", f"{len(story.run_ids)}: {', '.join(story.run_ids)}"))
         if story.verdicts:
@@ -121,7 +129,12 @@ class Report:
 
     def _losses(self) -> str:
         lost = {kind: seconds for kind, seconds in self.story.time_lost(self.audit).items() if seconds > 0}
-        return "".join(f"; {kind} {100 * seconds / self.story.seconds:.1f} %" for kind, seconds in lost.items())
+        whole = self.story.accounted_seconds or 1.0
+        return "".join(f"; {lost_to(kind)} {100 * seconds / whole:.1f} %" for kind, seconds in lost.items())
+
+    def account(self) -> str:
+        """Return whose account of which time it is."""
+        return f"of {duration(self.story.accounted_seconds)} ({self.story.source})"
 
     def lines(self) -> Iterator[str]:
         """Return the report for a terminal."""
@@ -163,7 +176,12 @@ class Report:
         saves = [" "] * _WIDTH
         for checkpoint in self.story.checkpoints.values():
             saves[column(checkpoint.time)] = "^"
-        yield f"  saves    |{''.join(saves)}|  = takes part, x dies, + is back, ^ checkpoint"
+        yield f"  saves    |{''.join(saves)}|  = takes part, x dies, ! is excluded, + is back, ^ checkpoint"
+
+
+def lost_to(kind: str) -> str:
+    """Return what time is lost to, for people."""
+    return "missing replicas" if kind == "missing" else kind
 
 
 def duration(seconds: float) -> str:

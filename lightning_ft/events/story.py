@@ -12,6 +12,8 @@ from lightning_ft.events.contents import Event
 
 _MAX_POINTS = 2000
 _MAX_MARKS = 20_000
+EXCLUDED = "excluded: "
+"""How the end of a process is told that was ended because it was not to be trusted, or because somebody asked for it."""
 LOSSES = ("startup", "restart", "recovery", "joining", "missing", "recomputation", "checkpoint")
 """What time is lost to, in the order in which it is told."""
 
@@ -163,7 +165,9 @@ class Story:
 
     def _on_exit(self, event: Event) -> None:
         slot, code = event["slot"], event["code"]
-        if code != 0 or event["member"]:
+        if event["how"].startswith(EXCLUDED):
+            self._mark(event, "excluded", f"slot {slot} was {event['how']}")
+        elif code != 0 or event["member"]:
             self._mark(event, "death" if event["member"] else "end", f"slot {slot} died: {event['how']}")
         elif slot in self._members:
             self._become(tuple(member for member in self._members if member != slot), event["t"])
@@ -276,6 +280,11 @@ class Story:
         lost["recomputation"] = sum(self._rewound.values()) * (audit.median_step or 0.0)
         lost["checkpoint"] = sum(checkpoint.stall for checkpoint in self.checkpoints.values())
         return lost
+
+    @property
+    def accounted_seconds(self) -> float:
+        """The time that this is an account of: from the first fit's set-up, or of all that was recorded."""
+        return self.seconds if self._goodput is None else float(self._goodput.get("seconds", self.seconds))
 
     def goodput(self, audit: Audit) -> float | None:
         """Return the part of the time that was not lost; None if no time passed."""

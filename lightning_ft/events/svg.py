@@ -29,6 +29,7 @@ _SYMBOLS = {
 }
 LEGEND = (
     ("x", "#c62828", "died"),
+    ("!", "#c62828", "was excluded, stays out, or differs from the others"),
     ("o", "#2e7d32", "is back"),
     ("^", "#1565c0", "checkpoint"),
     ("<", "#ef6c00", "went back to a snapshot"),

@@ -123,6 +123,8 @@ def test_wrong_arguments_are_refused(tmp_path):
         TrainingHealth(on_discontinuity="ignore")
     with pytest.raises(ValueError, match=r"`TrainingHealth\(window=1\)` is not valid"):
         TrainingHealth(window=1)
+    with pytest.raises(ValueError, match=r"`TrainingHealth\(flops_per_batch=-1\)` is not valid: expected a number greater"):
+        TrainingHealth(flops_per_batch=-1)
     with pytest.raises(MisconfigurationException, match="needs a strategy that goes on without a rank"):
         fit(TrainingHealth(on_straggler="exclude"), 1, tmp_path)
 

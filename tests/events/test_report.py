@@ -40,6 +40,30 @@ def test_a_report_tells_what_happened(tmp_path: Path) -> None:
     assert report.directory == run
 
 
+def test_exclusions_are_no_deaths_and_what_time_went_to_adds_up(tmp_path: Path) -> None:
+    out: Record = {
+        "t": 1_700_000_000.5,
+        "event": "exit",
+        "slot": 1,
+        "incarnation": 0,
+        "code": -9,
+        "member": False,
+        "ago": 0.0,
+    }
+    spawned = {"t": 1_700_000_000.6, "event": "spawn", "slot": 1, "incarnation": 1, "pid": 5}
+    account = {"t": 1_700_000_000.7, "event": "goodput", "slot": 0, "incarnation": 0, "step": 9, "seconds": 40.0}
+    account |= {"goodput": 0.25, "lost_recovery": 20.0, "lost_missing": 10.0}
+    report = Report.of(record(tmp_path / "abc", {**out, "how": "excluded: suspended"}, spawned, account))
+    summary = dict(report.summary())
+    assert re.match("6;", summary["deaths"])
+    assert re.match("1, suspended", summary["excluded"])
+    told = summary["goodput"]
+    assert told == "25.0 % of 40.0 s (by TrainingHealth); recovery 50.0 %; missing replicas 25.0 %"
+    assert "slot 1 was excluded: suspended" in "\n".join(report.lines())
+    parts = re.findall(r"(useful|recovery|missing replicas) ([\d.]+) %", to_html(report))
+    assert parts[-3:] == [("useful", "25.00"), ("recovery", "50.00"), ("missing replicas", "25.00")]
+
+
 def test_the_html_report_needs_nothing_else_and_its_charts_show_each_death(tmp_path: Path) -> None:
     bad = {"t": 1_700_000_000.5, "slot": 0, "incarnation": 0, "event": "checksum", "step": 100, "digest": "<&>"}
     run = record(tmp_path / "abc", bad, {**bad, "digest": "other"})
@@ -77,6 +101,13 @@ def test_events_are_printed_as_lines_for_grep(tmp_path: Path, capsys: pytest.Cap
     assert first.endswith("event=run slot=- incarnation=0 run_id=synthetic num_slots=3 pid=1")
     assert len(others) == 6
     assert all("event=joined" in line for line in others)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["log", str(run), "--event", "jioned"])
+    with pytest.raises(SystemExit):
+        cli.main(["data", str(tmp_path / "one")])
+    assert capsys.readouterr().out.startswith("epoch 0: 240 of 240 batches trained")
+    with pytest.raises(SystemExit, match="There are no events in"):
+        cli.main(["data", str(tmp_path / "two")])
 
 
 def test_an_event_that_is_damaged_is_told_and_spoils_nothing(tmp_path: Path) -> None:
