@@ -37,7 +37,7 @@ from lightning_ft.checkpoint.snapshot import Fence
 from lightning_ft.checkpoint.writer_process import sync_directory
 from lightning_ft.testing.processes import descendants
 
-METHODS = ("ours", "torch.save", "dcp.save", "dcp.save+fsync", "async_save thread", "async_save process")
+METHODS = ("ours", "ours in a store", "torch.save", "dcp.save", "dcp.save+fsync", "async_save thread", "async_save process")
 MODES = {1: "replicated", 2: "sharded"}
 Start = Callable[[Path], Callable[[], bool]]
 
@@ -107,7 +107,7 @@ class Rank:
 
     # Methods: each begins to save and returns what says whether the checkpoint is on the disk.
 
-    def ours(self, path: Path) -> Callable[[], bool]:
+    def ours(self, path: Path | str) -> Callable[[], bool]:
         manifest = Manifest(step=self.count, epoch=0, run_id="benchmark", world_size=1, shard_size=1, files=())
         content = Content(self.state(), lambda seat: {}, manifest)
         save = self.saver.save(path, content, may_change=lambda name, tensor: not name.startswith(("state", "optim")))
@@ -144,8 +144,9 @@ class Rank:
         future = dcp.async_save(self.state(), checkpoint_id=path, process_group=self.group, async_checkpointer_type=which)
         return getattr(future, "upload_completion", future).done  # type: ignore[no-any-return]
 
-    def methods(self) -> dict[str, Start]:
-        return {
+    def methods(self, store: str | None) -> dict[str, Start]:
+        in_store = {} if store is None else {"ours in a store": lambda path: self.ours(f"{store}/{self.mode}/{path.name}")}
+        return in_store | {
             "ours": self.ours,
             "torch.save": self.torch_save,
             "dcp.save": lambda path: self.dcp_save(path, syncs=False),
@@ -224,11 +225,12 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = Rank(options.mode, options.layers, options.width, Path(options.directory) / options.mode)
-    methods = rank.methods()
+    methods = rank.methods(options.store)
+    names = tuple(name for name in METHODS if name in methods)
     measured: dict[str, list[dict[str, float]]] = defaultdict(list)
     floors = []
     for number in range(options.rounds + 1):
-        order = METHODS[number % len(METHODS) :] + METHODS[: number % len(METHODS)]
+        order = names[number % len(names) :] + names[: number % len(names)]
         for name in order:
             if name == "async_save process" and options.skip_process:
                 continue
@@ -261,6 +263,7 @@ def run_mode(options: argparse.Namespace, mode: str, directory: str) -> dict[str
     command = [sys.executable, "-m", "benchmarks.checkpoint", "--mode", mode, "--directory", directory]
     command += [f"--{name}={getattr(options, name)}" for name in ("rounds", "steps", "layers", "width", "saves")]
     command += ["--skip-process"] if options.skip_process else []
+    command += [f"--store={options.store}"] if options.store else []
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [subprocess.Popen(command, env={**shared, "RANK": str(rank)}) for rank in range(2)]
     try:
@@ -297,7 +300,9 @@ def summarize(mode: str, result: dict[str, Any]) -> dict[str, float]:
             f" {row['step'] / row['idle_step']:12.2f}"
         )
     ours = medians["ours"]
-    return {
+    of_store = medians.get("ours in a store")
+    in_store = {} if of_store is None else {f"blocking_of_store_over_memcpy_{mode}": of_store["block"] / floor}
+    return in_store | {
         f"blocking_over_memcpy_{mode}": ours["block"] / floor,
         f"blocking_over_sync_fsync_{mode}": ours["block"] / medians["dcp.save+fsync"]["block"],
         f"step_slowdown_while_writing_{mode}": ours["step"] / ours["idle_step"],
@@ -317,6 +322,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=100)
     parser.add_argument("--shard-size", type=int, choices=(1, 2), help="1: replicated, 2: sharded; both by default")
     parser.add_argument("--skip-process", action="store_true")
+    parser.add_argument("--store", help="also save there: an address such as s3://bucket/run")
     parser.add_argument("--mode", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help="where to save; a temporary directory by default")
     options = parser.parse_args()
