@@ -335,21 +335,23 @@ class WorldSizeChangedError(FaultToleranceError, RuntimeError):
 
 
 class DumpError(FaultToleranceError, RuntimeError):
-    """A dump can't be read.
+    """A dump can't be read, or not be compared with another one.
 
     Args:
         path: The dump.
         reason: Why.
+        action: What can't be done with it.
 
     """
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
+    def __init__(self, path: str, reason: str, action: str = "be read") -> None:
+        super().__init__(path, reason, action)
         self.path = path
         self.reason = reason
+        self.action = action
 
     def __str__(self) -> str:
-        return f"The dump {self.path} can't be read: {self.reason}."
+        return f"The dump {self.path} can't {self.action}: {self.reason}."
 
 
 class CheckpointNotCommittedError(FaultToleranceError, RuntimeError):

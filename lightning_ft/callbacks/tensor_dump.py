@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from lightning_ft.dump.layout import check_name
 from lightning_ft.dump.options import PHASES, options_of
 from lightning_ft.dump.phase import PhaseDump
 from lightning_ft.dump.runs import Run
+from lightning_ft.dump.selection import without_match
 from lightning_ft.elastic.checks import check_count
 
 log = logging.getLogger(__name__)
@@ -35,11 +37,12 @@ class TensorDump(Callback):
     The module stays as it is; ``dump("name", tensor)`` of ``lightning_ft.dump`` adds values from within its code. What is
     dumped of a rollout lies in ``<dirpath>/<role>/<phase>/rollout_<id>/attempt_<n>/``, and counts once it is whole. Batches
     and activations are dumped in every step, parameters, gradients (averaged over the ranks) and optimizer state in the
-    first one of a rollout. Only the first replica writes; when it dies, the next one begins another attempt. Dumps of an
-    earlier run are removed when a training begins anew.
+    first one of a rollout. Only the first replica writes, so batches, losses and activations are those of its own batches;
+    of a step in which it has none there is an empty tensor ``no_batch:``, which ``lightning-ft dump ls`` tells. When it
+    dies, the next one begins another attempt. Dumps of an earlier run are removed when a training begins anew.
 
     Args:
-        dirpath: Where dumps lie.
+        dirpath: Where dumps lie: a directory of a file system.
         role: Keeps apart the dumps of several models, such as ``"actor"`` and ``"critic"``.
         rollout_id: A function that returns the id of the current rollout from the trainer; or how many optimizer steps
             are a rollout. Default: ``pl_module.rollout_id`` if there is such a thing, else the epoch.
@@ -69,6 +72,8 @@ class TensorDump(Callback):
         check_name("TensorDump", "role", role)
         if rollout_id is not None and not callable(rollout_id):
             check_count("TensorDump", "rollout_id", rollout_id, least=1)
+        if not isinstance(dirpath, (str, os.PathLike)) or not str(dirpath) or "://" in str(dirpath):
+            raise ValueError(f"`TensorDump({dirpath!r})` is not valid: expected the path of a directory of a file system.")
         self.dirpath = Path(dirpath).absolute()
         self.role = role
         self.rollout_id = rollout_id
@@ -227,6 +232,8 @@ class TensorDump(Callback):
         for phase, options in self._options.items():
             if options.enable:
                 self._phases[phase] = PhaseDump(self.dirpath, role=self.role, phase=phase, run=self._run, options=options)
+        if trainer.is_global_zero:
+            self._tell_what_matches_nothing(pl_module)
         self._steps = WatchedSteps(pl_module, _STEPS, partial(self._before_step, trainer), self._after_step)
 
     def _begin_batch(self, trainer: Trainer, pl_module: LightningModule, phase: str, moment: Moment) -> PhaseDump | None:
@@ -335,7 +342,9 @@ class TensorDump(Callback):
         recorder = self._current.recorder if self._current is not None else None
         if recorder is None:
             return
-        recorder.begin_pass(counts=bool(getattr(trainer.strategy, "has_own_batch", True)))
+        # What a strategy says of the latest training batch says nothing of a batch of another phase.
+        is_own = self._current is None or self._current.phase != "train" or getattr(trainer.strategy, "has_own_batch", True)
+        recorder.begin_pass(counts=bool(is_own))
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if recorder.selects("batch", ""):
             recorder.record("batch", "", batch)
@@ -350,6 +359,11 @@ class TensorDump(Callback):
         recorder.record(kind, "", output)
 
     # Checks.
+
+    def _tell_what_matches_nothing(self, pl_module: LightningModule) -> None:
+        patterns = {pattern: None for options in self._options.values() if options.enable for pattern in options.filter}
+        for pattern in without_match(list(patterns), pl_module):
+            log.warning("`TensorDump(filter=[%r])` matches nothing in %s.", pattern, type(pl_module).__name__)
 
     def _check(self, trainer: Trainer) -> None:
         if isinstance(trainer.strategy, FSDPStrategy):

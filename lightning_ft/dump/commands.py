@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import torch
 
 from lightning_ft.dump.diff import compare
-from lightning_ft.dump.index import Entry
+from lightning_ft.dump.index import NO_BATCH, Entry
 from lightning_ft.dump.page import Histograms, write_page
 from lightning_ft.dump.reader import FoundAttempt, find_attempts, read_records
 from lightning_ft.dump.report import describe, table
@@ -35,12 +36,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     showing.set_defaults(run=lambda arguments: _or_exit(lambda: _show(arguments)))
 
     diffing = commands.add_parser(
-        "diff", help="compare two dumps: exit code 0 if they are equal, 1 if not, 2 if one can't be read"
+        "diff", help="compare two dumps: exit code 0 if they are equal, 1 if not, 2 if they can't be compared"
     )
     diffing.add_argument("first", help="a directory that dumps lie in")
     diffing.add_argument("second", help="another one of the same level: of a role, phase, rollout or attempt, or above")
-    diffing.add_argument("--rtol", type=float, default=0.0, help="relative tolerance (default: 0)")
-    diffing.add_argument("--atol", type=float, default=0.0, help="absolute tolerance (default: 0)")
+    diffing.add_argument("--rtol", type=_tolerance, default=0.0, help="relative tolerance (default: 0)")
+    diffing.add_argument("--atol", type=_tolerance, default=0.0, help="absolute tolerance (default: 0)")
     diffing.add_argument("--only", default="*", metavar="NAME", help="a pattern of the names that are compared")
     diffing.add_argument("--limit", type=int, default=20, help="how many lines lists have at most (default: 20)")
     diffing.add_argument("--html", metavar="FILE", help="also write a page with pictures")
@@ -66,10 +67,13 @@ def _state(found: FoundAttempt, verify: bool) -> str:
     if not found.is_complete:
         return "not whole"
     try:
-        found.verify() if verify else found.entries()
+        entries = found.entries()
+        if verify:
+            found.verify()
     except DumpError as error:
         return f"damaged: {error.reason}"
-    return ""
+    without = sorted({entry.step for entry in entries if entry.name == NO_BATCH})
+    return f"no batch of this replica in step {', '.join(map(str, without))}" if without else ""
 
 
 def _amounts(found: FoundAttempt) -> tuple[str, str, str]:
@@ -81,10 +85,17 @@ def _amounts(found: FoundAttempt) -> tuple[str, str, str]:
 
 
 def _show(arguments: argparse.Namespace) -> None:
-    rows: list[tuple[str, ...]] = [("NAME", "WHERE", "STEP", "MICRO", "RANK", "SHAPE", "DTYPE", "MIN", "MAX", "MEAN", "NAN")]
+    rows: list[tuple[str, ...]] = [("NAME", "WHERE", "STEP", "BATCH", "RANK", "SHAPE", "DTYPE", "MIN", "MAX", "MEAN", "NAN")]
     num_left_out = 0
-    for key, record in read_records(arguments.path).items():
-        if not fnmatchcase(key.name, arguments.name) or arguments.step not in (None, key.step):
+    found = {key: record for key, record in read_records(arguments.path).items() if fnmatchcase(key.name, arguments.name)}
+    if not found:
+        raise DumpError(arguments.path, f"nothing in it is called `{arguments.name}`")
+    steps = sorted({key.step for key in found})
+    if arguments.step not in (None, *steps):
+        known = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+        raise DumpError(arguments.path, f"`{arguments.name}` is in {known}, not in step {arguments.step}")
+    for key, record in found.items():
+        if arguments.step not in (None, key.step):
             continue
         for entry in record.entries:
             if len(rows) > arguments.limit:
@@ -92,8 +103,6 @@ def _show(arguments: argparse.Namespace) -> None:
                 continue
             name = key.name + (f" call {key.call}" if key.call else "")
             rows.append((name, key.where, str(key.step), str(key.micro_batch), *_values(record.found, entry)))
-    if len(rows) == 1:
-        raise DumpError(arguments.path, f"nothing in it is called `{arguments.name}`")
     print("\n".join(table(rows)) + (f"\n... and {num_left_out} more" if num_left_out else ""))
 
 
@@ -110,6 +119,10 @@ def _values(found: FoundAttempt, entry: Entry) -> tuple[str, ...]:
 
 def _diff(arguments: argparse.Namespace) -> None:
     histograms = Histograms()
+    if arguments.html and not Path(arguments.html).parent.is_dir():  # told before the work, which may take long
+        raise NotADirectoryError(
+            f"`--html {arguments.html}` can't be written: {Path(arguments.html).parent} is no directory."
+        )
     comparison = compare(
         arguments.first,
         arguments.second,
@@ -123,6 +136,13 @@ def _diff(arguments: argparse.Namespace) -> None:
     print(describe(comparison, limit=arguments.limit))
     if not comparison.is_equal:
         sys.exit(1)
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number, 0 or more: {text}")
+    return value
 
 
 def _or_exit(action: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Compares two dumps: what is in both, by name, rollout, step and micro-batch, in the order of execution."""
+"""Compares two dumps: what is in both, by name, rollout, step and batch, in the order of execution."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ft.dump.reader import Key, Record, read_records
+from lightning_ft.errors import DumpError
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Row:
         cosine: Of the angle between both, seen as vectors; NaN if one of them is 0.
         num_nan: How many values are NaN, in both dumps.
         dtypes: In both dumps.
+        batch_factor: How many times as many samples one dump has as the other, where only that number differs; else 1.
 
     """
 
@@ -36,6 +38,7 @@ class Row:
     cosine: float = 1.0
     num_nan: tuple[int, int] = (0, 0)
     dtypes: tuple[str, str] = ("", "")
+    batch_factor: int = 1
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ def compare(
 
     What several ranks dumped of one step is put together where the other dump has it from another number of ranks: samples
     along the first dimension, in turn or one rank's behind another's, whichever is nearer; gradients as those of the mean
-    loss, single values as their mean.
+    loss, single values as their mean. Of several replicas only the first one writes: what it dumped of its own batches
+    has no counterpart in a run on another number of replicas, whose batches are larger or smaller: shapes differ.
 
     Args:
         first: A directory with attempts at or below it.
@@ -92,9 +96,13 @@ def compare(
         on_different: Called with what differs, and its values as floating-point numbers.
 
     Raises:
-        DumpError: If one of them can't be read.
+        DumpError: If one of them can't be read, or nothing can be compared.
+        ValueError: If a tolerance is not valid.
 
     """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not value >= 0:
+            raise ValueError(f"`compare({name}={value!r})` is not valid: expected a number, 0 or more.")
     records, others = read_records(first), read_records(second)
     comparison = Comparison(str(first), str(second))
     for key, record in records.items():
@@ -106,7 +114,22 @@ def compare(
         else:
             comparison.rows.append(_compare(key, record, other, rtol, atol, on_different))
     comparison.extra.extend(key for key in others if key not in records and only(key.name))
+    if not comparison.rows:
+        _check_that_something_is_common(comparison)
     return comparison
+
+
+def _check_that_something_is_common(comparison: Comparison) -> None:
+    first, second = comparison.first, comparison.second
+    if comparison.missing and comparison.extra:
+        raise DumpError(
+            first,
+            f"it has nothing in common with {second}; compare those of the same level (role, phase, rollout or attempt) and"
+            f" of the same steps: the one has `{comparison.missing[0]}`, the other `{comparison.extra[0]}`",
+            "be compared",
+        )
+    if not comparison.missing and not comparison.extra:
+        raise DumpError(first, f"neither it nor {second} has anything of the names that were asked for", "be compared")
 
 
 def assert_dumps_equal(
@@ -145,12 +168,20 @@ def _compare(
     pairs = [(_as_numbers(a), _as_numbers(b)) for a, b in _joined(key, first.load(), second.load()) if a.shape == b.shape]
     if not pairs:
         shapes = [" + ".join(str(list(entry.shape)) for entry in record.entries) for record in (first, second)]
-        return Row(key, False, f"shape {shapes[0]} against {shapes[1]}", dtypes=dtypes)
+        factor = _batch_factor(first.entries[0].shape, second.entries[0].shape)
+        return Row(key, False, f"shape {shapes[0]} against {shapes[1]}", dtypes=dtypes, batch_factor=factor)
     rows = [_measure(key, a, b, rtol, atol, dtypes) for a, b in pairs]
     nearest = min(range(len(rows)), key=lambda n: (not rows[n].is_equal, rows[n].max_abs))
     if not rows[nearest].is_equal and on_different is not None:
         on_different(rows[nearest], *pairs[nearest])
     return rows[nearest]
+
+
+def _batch_factor(first: Sequence[int], second: Sequence[int]) -> int:
+    if not (first and second and first[1:] == second[1:] and min(first[0], second[0]) > 0):
+        return 1
+    factor, rest = divmod(max(first[0], second[0]), min(first[0], second[0]))
+    return 1 if rest else factor
 
 
 def _measure(key: Key, a: Tensor, b: Tensor, rtol: float, atol: float, dtypes: tuple[str, str]) -> Row:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_ft.dump._torch_compat import is_in_backward
+from lightning_ft.dump._torch_compat import class_name, is_in_backward
 from lightning_ft.dump.recorder import Pass, Recorder
 from lightning_ft.dump.tensors import tensors_in
 
@@ -38,7 +38,7 @@ class ModuleHooks:
             self._handles.pop().remove()
 
     def _watch(self, path: str, module: Module) -> None:
-        cls = type(module).__name__
+        cls = class_name(module)
         inputs = [kind for kind in ("input", "grad_input") if self._recorder.selects(kind, path, cls)]
         outputs = [kind for kind in ("output", "grad_output") if self._recorder.selects(kind, path, cls)]
         if inputs:

@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+NO_BATCH = "no_batch:"
+"""Name of the empty tensor that stands for a training batch which the rank that writes did not have."""
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -36,7 +39,7 @@ class Entry:
         step: As in :class:`Moment`.
         micro_batch: As in :class:`Moment`.
         loader: As in :class:`Moment`.
-        call: How often the same was dumped in this micro-batch before: a module may be called several times.
+        call: How often the same was dumped in this batch before: a module may be called several times.
         rank: Part that it is in.
         shape: Of the tensor.
         dtype: What it was written as.

@@ -128,7 +128,7 @@ class Key:
 
     def __str__(self) -> str:
         parts = [self.where] if self.where not in ("", ".") else []
-        parts += [f"step {self.step}", f"micro-batch {self.micro_batch}"]
+        parts += [f"step {self.step}", f"batch {self.micro_batch}"]
         parts += [f"loader {self.loader}"] if self.loader else []
         parts += [f"call {self.call}"] if self.call else []
         return f"{self.name} ({', '.join(parts)})"
@@ -162,10 +162,12 @@ def find_attempts(path: str | os.PathLike[str]) -> list[FoundAttempt]:
     """Return the attempts at or below ``path``, sorted.
 
     Raises:
-        DumpError: If there are none.
+        DumpError: If there are none, or no such path.
 
     """
     root = Path(path)
+    if not root.exists():
+        raise DumpError(str(path), "it does not exist")
     paths = [root] if (root / ATTEMPT).exists() else [found.parent for found in root.rglob(ATTEMPT)]
     found = []
     for each in paths:

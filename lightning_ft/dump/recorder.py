@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_ft.dump.index import Moment
+from lightning_ft.dump.index import NO_BATCH, Moment
 from lightning_ft.dump.selection import Selection
 from lightning_ft.dump.tensors import tensors_in, whole
 from lightning_ft.sharding.full_state import gather_full
@@ -64,20 +65,25 @@ class Recorder:
         """The pass under way."""
         self._seen: set[tuple[str, int]] = set()
         self._moment: Moment | None = None
+        self._passes: set[bool] = set()
 
     def at(self, moment: Moment) -> None:
         """Say that a batch begins."""
         if moment != self._moment:
-            self._moment, self._seen = moment, set()
+            self._moment, self._seen, self._passes = moment, set(), set()
         self.current = None
 
     def begin_pass(self, *, counts: bool = True) -> None:
         """Say that the step of the module begins, perhaps once more for the same batch."""
         if self._moment is not None:
+            self._passes.add(counts)
             self.current = Pass(self._moment, self._seen, counts=counts)
 
     def end_batch(self) -> None:
-        """Say that what comes now belongs to no batch."""
+        """Say that what comes now belongs to no batch. A batch of which no pass counted is told by :data:`NO_BATCH`."""
+        if self._moment is not None and self._passes == {False}:
+            self._sink.put(self._moment, NO_BATCH, torch.empty(0))
+            self._passes = set()
         self.current = None
 
     def record(self, kind: str, path: str, nest: Any, call: int = 0, where: Pass | None = None) -> None:

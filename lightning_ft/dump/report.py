@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_ft.dump.diff import Comparison, Row
 from lightning_ft.dump.reader import Key
 
-HEADER = ("NAME", "WHERE", "STEP", "MICRO", "MAX ABS", "MAX REL", "COSINE", "NAN", "")
+HEADER = ("NAME", "WHERE", "STEP", "BATCH", "MAX ABS", "MAX REL", "COSINE", "NAN", "")
 
 
 def describe(comparison: Comparison, *, limit: int = 20) -> str:
@@ -27,6 +27,13 @@ def describe(comparison: Comparison, *, limit: int = 20) -> str:
         lines.append("")
         lines += table([HEADER, *map(cells, differences[:limit])])
         lines += [f"... and {len(differences) - limit} more"] if len(differences) > limit else []
+        lines.append("")
+    factors = sorted({row.batch_factor for row in differences} - {1})
+    if factors:
+        lines.append(
+            f"First dimensions differ by a factor of {', '.join(map(str, factors))}: only the first replica writes, so if"
+            " the runs had different numbers of replicas, the one dumped parts of what the other did."
+        )
         lines.append("")
     lines += _listed(f"Only in {comparison.first}", comparison.missing, limit)
     lines += _listed(f"Only in {comparison.second}", comparison.extra, limit)

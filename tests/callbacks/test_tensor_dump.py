@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_ft import cli
 from lightning_ft.callbacks import TensorDump
 from lightning_ft.dump import dump
 from lightning_ft.dump.diff import assert_dumps_equal, compare
@@ -160,9 +162,7 @@ def test_first_divergence_is_the_layer_and_step_where_it_began(tmp_path: Path) -
     first = comparison.differences[0]
     assert (first.key.name, first.key.step) == ("output:head", 2)
     assert first.max_abs == pytest.approx(1e-3, rel=1e-3)
-    with pytest.raises(
-        AssertionError, match=r"First divergence: output:head \(model/train/rollout_0, step 2, micro-batch 0\)"
-    ):
+    with pytest.raises(AssertionError, match=r"First divergence: output:head \(model/train/rollout_0, step 2, batch 0\)"):
         assert_dumps_equal(tmp_path / "a", tmp_path / "b")
     assert_dumps_equal(tmp_path / "a" / "model" / "train" / "rollout_0", tmp_path / "b/model/train/rollout_0", atol=1.0)
 
@@ -253,7 +253,27 @@ def test_an_exception_leaves_what_is_not_whole(tmp_path: Path) -> None:
     [
         ({"role": "a/b"}, "`TensorDump(role='a/b')` is not valid: expected letters, digits"),
         ({"rollout_id": 0}, "`TensorDump(rollout_id=0)` is not valid: expected an integer, 1 or more."),
-        ({"config": {"filtre": "*"}}, "Key 'filtre' not in 'PhaseOptions'"),
+        ({"config": {"filtre": "*"}}, "there is no `filtre`. Did you mean 'filter'? Expected enable, filter"),
+        ({"config": {"valid": {}}}, "there is no `valid`. Did you mean 'validate'? Expected"),
+        ({"config": {"test": {"rollout": [1]}}}, "there is no `test.rollout`. Did you mean 'rollouts'? Expected"),
+        ({"config": {"validate": False}}, "`TensorDump(config={'validate': False})` is not valid: expected a mapping"),
+        (
+            {"config": {"filter": ["loss"]}},
+            "`TensorDump(filter=['loss'])` is not valid: expected KIND:PATH. Did you mean 'loss:*'",
+        ),
+        (
+            {"config": {"filter": ["foo:*"]}},
+            "`TensorDump(filter=['foo:*'])` is not valid: expected KIND:PATH. Kinds are batch",
+        ),
+        ({"config": {"filter": ["*", "!outputs*"]}}, "`TensorDump(filter=['!outputs*'])` is not valid"),
+        ({"config": {"filter": []}}, "`TensorDump(filter=[])` is not valid: expected a pattern of what is dumped"),
+        ({"config": {"filter": ["!loss:*"]}}, "`TensorDump(filter=['!loss:*'])` is not valid: expected a pattern of what"),
+        ({"config": {"dtype": torch.int8}}, "`TensorDump(dtype='torch.int8')` is not valid"),
+        ({"config": {"dtype": object()}}, "`TensorDump(config=...)` is not valid: "),
+        ({"config": 3}, "`TensorDump(config=3)` is not valid: expected a mapping of options, or None."),
+        ({"dirpath": ""}, "`TensorDump('')` is not valid: expected the path of a directory"),
+        ({"dirpath": None}, "`TensorDump(None)` is not valid: expected the path of a directory"),
+        ({"dirpath": "s3://bucket/x"}, "`TensorDump('s3://bucket/x')` is not valid: expected the path of a directory"),
         ({"config": {"validate": {"every_n_rollouts": 0}}}, "`TensorDump(every_n_rollouts=0)` is not valid"),
         ({"config": {"dtype": "int8"}}, "`TensorDump(dtype='int8')` is not valid: expected the name of a floating-point"),
         ({"config": {"max_bytes": "many"}}, "could not be converted to Integer"),
@@ -261,7 +281,53 @@ def test_an_exception_leaves_what_is_not_whole(tmp_path: Path) -> None:
 )
 def test_wrong_arguments_are_explained(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        TensorDump(tmp_path, **arguments)
+        TensorDump(**{"dirpath": tmp_path, **arguments})
+
+
+def test_a_pattern_that_matches_nothing_of_the_module_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    patterns = [
+        "output:*@Linaer",
+        "*@ReLU",
+        "parameter:haed.*",
+        "!input:blok",
+        "buffer:*",
+        "value:none",
+        "loss:",
+        "*:head.bias",
+    ]
+    fit(TensorDump(tmp_path, config={"filter": patterns, "dtype": torch.float16, "test": {"enable": False}}), tmp_path)
+    told = [record.getMessage() for record in caplog.records if "matches nothing" in record.getMessage()]
+    assert told == [
+        f"`TensorDump(filter=['{pattern}'])` matches nothing in Model."
+        for pattern in ("output:*@Linaer", "parameter:haed.*", "!input:blok")
+    ]
+
+
+class LastBatchIsOfAnother(SingleDeviceStrategy):
+    """Says what a strategy does whose loader had no batch for this rank in the first and the last step of an epoch."""
+
+    @property
+    def has_own_batch(self) -> bool:
+        steps = self.lightning_module.trainer.global_step
+        return steps % 4 not in (0, 3)
+
+
+def test_a_step_without_a_batch_of_this_rank_is_told_and_the_validation_after_it_is_dumped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"filter": ["output:head", "loss:"]}
+    strategy = LastBatchIsOfAnother("cpu")
+    fit(TensorDump(tmp_path, config=config), tmp_path, strategy=strategy)
+    records = read_records(tmp_path)
+    assert names(records, where="model/train/rollout_1", step=6) == {"output:head", "loss:"}
+    for step in (4, 7):
+        assert names(records, where="model/train/rollout_1", step=step) == {"no_batch:"}
+    assert names(records, where="model/validate/rollout_1") == {"output:head", "loss:"}
+    with pytest.raises(SystemExit):
+        cli.main(["dump", "ls", str(tmp_path)])
+    lines = [line for line in capsys.readouterr().out.splitlines() if " train " in line]
+    assert [line.split()[5] for line in lines] == ["0-3", "4-7"]
+    assert lines[1].endswith("no batch of this replica in step 4, 7")
 
 
 def test_two_of_one_role_are_refused(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_diff_tells_the_first_divergence_and_ends_with_0_1_or_2(tmp_path: Path, 
     assert len(squares) == 5
     assert code == 1
     assert out.splitlines()[0] == (
-        "First divergence: output:net.1 (model/train/rollout_0, step 1, micro-batch 0): max abs 0.25, max rel 0.0769,"
+        "First divergence: output:net.1 (model/train/rollout_0, step 1, batch 0): max abs 0.25, max rel 0.0769,"
         " cosine 1.000000."
     )
     rows = [line.split() for line in out.splitlines()[3:5]]
@@ -75,7 +75,43 @@ def test_diff_tells_the_first_divergence_and_ends_with_0_1_or_2(tmp_path: Path, 
     (a / "model/train/rollout_0/attempt_1/part_00000.jsonl").write_bytes(b"")
     code, _, err = run(f"diff {a} {b}", capsys)
     assert (code, "part_00000.jsonl does not match its checksum" in err) == (2, True)
-    assert run(f"diff {a} {tmp_path / 'nowhere'}", capsys)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ls DIR/nowhere", "The dump DIR/nowhere can't be read: it does not exist."),
+        ("ls DIR/empty", "The dump DIR/empty can't be read: there is no attempt of a rollout in it."),
+        ("show DIR/a output:net.7", "nothing in it is called `output:net.7`."),
+        ("show DIR/a output:net.1 --step 99", "`output:net.1` is in 3 steps from 0 to 2, not in step 99."),
+        ("diff DIR/a DIR/nowhere", "The dump DIR/nowhere can't be read: it does not exist."),
+        ("diff DIR/a DIR/a --only nothing", "neither it nor DIR/a has anything of the names that were asked for."),
+        (
+            "diff DIR/a DIR/a/model",
+            "The dump DIR/a can't be compared: it has nothing in common with DIR/a/model; compare those",
+        ),
+        ("diff DIR/a DIR/a --rtol -1", "argument --rtol: expected a number, 0 or more: -1"),
+        ("diff DIR/a DIR/a --atol nan", "argument --atol: expected a number, 0 or more: nan"),
+        ("diff DIR/a DIR/a --html DIR/none/x.html", "`--html DIR/none/x.html` can't be written: DIR/none is no directory."),
+    ],
+)
+def test_what_can_not_be_done_is_explained_and_ends_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    write(tmp_path / "a", STEPS)
+    (tmp_path / "empty").mkdir()
+    code, out, err = run(line.replace("DIR", str(tmp_path)), capsys)
+    assert (code, out) == (2, "")
+    assert message.replace("DIR", str(tmp_path)) in err
+
+
+def test_batches_of_other_sizes_are_told_to_be_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, size in (("a", 8), ("b", 16)):
+        write(tmp_path / name, [{"output:net": torch.ones(size, 3), "parameter:w": torch.ones(2)}])
+    code, out, _ = run(f"diff {tmp_path / 'a'} {tmp_path / 'b'}", capsys)
+    assert code == 1
+    assert "shape [8, 3] against [16, 3]" in out
+    assert "First dimensions differ by a factor of 2: only the first replica writes" in out
 
 
 def test_ls_and_show_tell_what_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

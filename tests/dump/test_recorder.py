@@ -72,13 +72,21 @@ def test_gradients_belong_to_the_moment_of_their_forward_pass() -> None:
     assert written.puts == [(Moment(0, 0), "grad_output:0", 0)]
 
 
-def test_a_batch_that_does_not_count_leaves_nothing() -> None:
+def test_a_batch_that_does_not_count_leaves_nothing_but_that_there_was_none() -> None:
     module = nn.Sequential(nn.Linear(2, 1))
     written, recorder, _ = recording(module)
     recorder.at(Moment(0, 0))
     recorder.begin_pass(counts=False)
     module(torch.ones(2)).backward()
     assert written.puts == []
+    recorder.end_batch()
+    recorder.end_batch()
+    assert written.puts == [(Moment(0, 0), "no_batch:", 0)]
+    recorder.at(Moment(1, 0))
+    for counts in (False, True, False):  # of others' batches, too, in the same step
+        recorder.begin_pass(counts=counts)
+    recorder.end_batch()
+    assert len(written.puts) == 1
 
 
 def test_hooks_are_on_what_is_selected_and_leave_with_it() -> None:
