@@ -119,8 +119,23 @@ def managed_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     return (parameter.sharded_param for unit in _units(module) for group in _groups(unit) for parameter in group.fsdp_params)
 
 
+_positions: dict[int, int] = {}
+"""Where this rank was in the meshes for which DTensor worked something out, by their size."""
+
+
+def _position_in(mesh: DeviceMesh) -> int:
+    """Return where this rank was in ``mesh`` when it was made; its group says where it is now."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a mesh without this rank"
+    return coordinate[0]
+
+
 def _forget_placements() -> None:
-    """Forget what DTensor worked out for meshes so far: it takes meshes of the same ranks for the same one."""
+    """Forget what DTensor worked out for meshes so far: it takes meshes of the same ranks for the same one.
+
+    Results of operations would be on the mesh that it met first. There this rank may have been another one, so that
+    whoever asks for the place of a shard in its tensor, such as checkpoints, is told a wrong one.
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
@@ -136,9 +151,15 @@ def move_units(module: nn.Module, mesh: DeviceMesh) -> None:
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    known = {info.mesh.get_group().group_name for info in _mesh_infos(module)}
-    if known != {mesh.get_group().group_name}:  # to work it out again takes as long as a few steps
+    meshes = [info.mesh for info in _mesh_infos(module)]
+    _positions.update((known.size(), _position_in(known)) for known in meshes)
+    position = _position_in(mesh)
+    # To work it out again takes as long as a few steps.
+    is_other_group = any(known.get_group().group_name != mesh.get_group().group_name for known in meshes)
+    if is_other_group or _positions.get(mesh.size(), position) != position:
         _forget_placements()
+        _positions.clear()
+    _positions[mesh.size()] = position
     for unit in _units(module):
         for group in _groups(unit):
             info = FSDPMeshInfo(mesh, shard_mesh_dim=0)

@@ -55,6 +55,7 @@ def assert_equals_one_process(directory: Path, monkeypatch: pytest.MonkeyPatch, 
     for result in results:
         assert result["step"] == len(steps)
         assert result["same"], "the parameters are other objects"
+        assert result["placed"], "its shards are told to be those of another rank"
         assert result["metrics"] == results[0]["metrics"]
         for ours, theirs in zip(result["weights"], expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-6)

@@ -98,6 +98,11 @@ class Records(Callback):
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
             "pid": os.getpid(),
             "size": trainer.strategy.engine.replica.size,
+            "placed": all(
+                p.device_mesh.get_coordinate() == (trainer.strategy.engine.replica.shard,)
+                for p in pl_module.parameters()
+                if isinstance(p, DTensor)
+            ),
             "same": getattr(pl_module, "ours", None) in (None, [id(p) for p in pl_module.parameters()]),
         }
         with open(f"result_{trainer.strategy.engine.slot}.json", "w") as file:
