@@ -215,6 +215,7 @@ class Generations:
         current = self._round
         if self._due is not None or not current.gone or not self.members or not current.at_top.keys() >= set(self.members):
             return
+        self.restart_orphans()  # of a validation before it, and perhaps those that the members wait for here
         joining = self._joining()
         if len(self._replicas.all) + len(joining) < policy.min_replicas and not self.is_ending:
             return

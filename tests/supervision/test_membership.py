@@ -1338,6 +1338,16 @@ def test_the_mate_of_a_dead_rank_is_started_again_once_the_others_are_past_its_s
     assert (job.generations[-1]["replicas"], job.reason) == ([[2, 3], [0, 1]], "join")
 
 
+def test_the_mate_of_a_dead_rank_is_started_again_if_the_others_wait_for_it_at_a_step_boundary() -> None:
+    job = Job(4, shard_size=2, min_replicas=2)
+    job.train()
+    job.kill(1)
+    job.connect()
+    for member in job.members:
+        job.say(member, "at_top", generation=job.number)
+    assert job.doomed == [0]
+
+
 def test_orphans_that_hold_every_shard_become_a_replica_at_once() -> None:
     job = Job(6, shard_size=2)
     job.train()
