@@ -172,6 +172,11 @@ class RerunValidation(Callback):
         self._steps.second_opinion = self.second_opinion
 
     @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._steps is not None:
+            self._steps.end_epoch()
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._steps is not None:
             self._steps.end_training()

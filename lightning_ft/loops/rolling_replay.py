@@ -31,6 +31,8 @@ class ReplayOptions:
 
     Every few steps parameters and optimizer state are copied; from then on the batches and random numbers of each step are
     kept, and checksums of the parameters. To run the steps again takes memory for one more copy, which is let go afterwards.
+    What changes parameters otherwise than by the optimizer is told like a corruption; what callbacks do to gradients in
+    ``on_before_optimizer_step`` is not repeated.
 
     Args:
         every_n_train_steps: Steps between two copies: so many are run again at most, and one more.
@@ -94,6 +96,7 @@ class RollingReplay:
         self._repeater = StepRepeater(trainer, pl_module, window, own_gradient)
         self._snapshot: TrainingSnapshot | None = None
         self._steps: list[KeptStep] = []
+        self._end: KeptStep | None = None
         self._conditions: Any = None
         self._averaged_over: set[int] = set()  # slots
         self._sends_buffers: bool | None = None
@@ -121,14 +124,18 @@ class RollingReplay:
             self._averaged_over |= set(getattr(self._trainer.strategy, "averaged_over", range(self._trainer.world_size)))
             self._steps.append(step)
 
+    def end_epoch(self) -> None:
+        """Note what the parameters are: at the end of a training others may put averages in their place."""
+        if self._options.when == "always" and self._steps:
+            self._end = self._repeater.keep([], (), sends_buffers=None, is_applied=False)
+
     def end_training(self) -> None:
         """Collective. Run what is left again, if all steps are to be."""
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self._pl_module.parameters())
-        if self._options.when != "always" or (is_sharded and is_elastic(self._trainer)):
+        if is_sharded and is_elastic(self._trainer):
             return  # outside of a step nobody takes over for the ranks of a replica
-        end = self._repeater.keep([], (), sends_buffers=None, is_applied=False)
-        if self._follows(end):
-            self._search(end)
+        if self._end is not None and self._follows(self._end):
+            self._search(self._end)
 
     def search(self, measured: Sequence[Measured]) -> dict[str, Any] | None:
         """Collective. Run the steps before the one under way again, and that one; return where they began to differ."""

@@ -91,6 +91,11 @@ class ValidatedSteps:
         if self._rolling is not None:
             self._rolling.close()
 
+    def end_epoch(self) -> None:
+        """Note how the training stands, for what is run again after its end."""
+        if self._rolling is not None:
+            self._rolling.end_epoch()
+
     def end_training(self) -> None:
         """Collective. Run steps again that are still to be."""
         if self._rolling is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
@@ -53,18 +54,21 @@ def train(
     fault: Fault | None = None,
     change: Callable[..., None] | None = None,
     replay: ReplayOptions | None = None,
+    *,
+    averages: bool = False,
     **options: Any,
 ) -> tuple[Training, RerunValidation]:
     validation = RerunValidation(replay=replay, without_opinion="assume_correct", on_correct="skip_batch")
-    more = [] if change is None else [Tampering(change)]
+    more: list[Callback] = [] if change is None else [Tampering(change)]
+    more += [EMAWeightAveraging(decay=0.9)] if averages else []  # which the module gets in the end
     return fit(validation, fault, model=Scheduled(), more=more, **options), validation
 
 
 @pytest.mark.parametrize(("name", "accumulate"), [("plain", 1), ("fp16", 3), ("bf16", 2), ("ft", 3)])
 def test_a_training_whose_steps_are_all_run_twice_is_as_without_and_nothing_differs(name: str, accumulate: int) -> None:
     options: dict[str, Any] = {"accumulate": accumulate, "max_epochs": 2, "gradient_clip_val": 0.3}
-    ours, validation = train(replay=ReplayOptions(4, "always"), **{**options, **OPTIONS[name]()})
-    known, _ = train(**{**options, **OPTIONS[name]()})
+    ours, validation = train(replay=ReplayOptions(4, "always"), averages=True, **{**options, **OPTIONS[name]()})
+    known, _ = train(averages=True, **{**options, **OPTIONS[name]()})
     assert_same_training(ours, known)
     steps = known[0].global_step
     ends = [*range(5, steps + 1, 4), steps + 1]  # also across the end of an epoch, and the last ones
