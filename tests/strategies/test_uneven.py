@@ -150,7 +150,7 @@ def test_batches_that_are_left_when_a_job_stops_behind_the_planned_end_of_an_epo
     train_on_streams: Callable[..., Any],
 ) -> None:
     plan = FaultPlan([Fault(kind="kill", slot=1, point="forward", step=2)])
-    options = {"devices": 2, "counts": [24, 24], "source": "sized", "max_epochs": 1}
+    options = {"devices": 2, "counts": [24, 24], "source": "sized", "max_epochs": 1, "trainer": {"val_check_interval": 0.5}}
     whole = train_on_streams(plan, name="whole", save_every=1, position="error", ft={"min_replicas": 2}, **options)
     check(whole, plan)
     assert whole.results[0]["global_step"] == 7, "one more than planned"
@@ -159,6 +159,7 @@ def test_batches_that_are_left_when_a_job_stops_behind_the_planned_end_of_an_epo
         rest = train_on_streams(name=f"rest {position}", ckpt_path=path, position=position, **options)
         rest.job.check()
         assert {slot: result["trained"] for slot, result in rest.results.items()} == {0: [], 1: [[0, [*range(1020, 1024)]]]}
+        assert {result["num_batches"] for result in rest.results.values()} == {7}, "of the same epoch"
         assert_weights_equal(rest.results[0]["fingerprint"], whole.results[0]["fingerprint"])
 
 

@@ -237,6 +237,7 @@ def main() -> None:
         "fingerprint": fingerprint(trainer),
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
+        "num_batches": trainer.fit_loop.epoch_loop.batch_progress.current.ready,
         "trained": model.trained,
         "validations": model.validations,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
