@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_ft.checkpoint.verify import damage
@@ -37,8 +40,21 @@ def _find(path: Path) -> Path:
         sys.exit(str(error))
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """What is read of a million events is kept and has no cycles: looking for garbage in it takes a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _report(arguments: argparse.Namespace) -> None:
-    report = Report.of(_find(arguments.where), None if arguments.no_checkpoints else damage)
+    with _no_collection():
+        report = Report.of(_find(arguments.where), None if arguments.no_checkpoints else damage)
     sys.stdout.write("".join(f"{line}\n" for line in report.lines()))
     if arguments.html is not None:
         arguments.html.parent.mkdir(parents=True, exist_ok=True)
