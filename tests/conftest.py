@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_ft.checkpoint import process_saver
 from lightning_ft.events.log import Events
 from lightning_ft.testing import (
     FaultPlan,
@@ -59,7 +60,9 @@ def object_store() -> Iterator[ObjectStore]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"AWS_ENDPOINT_URL": store.address, **known}.items():
             patch.setenv(name, value)
+        process_saver.close()  # its writer was started with another environment
         yield store
+        process_saver.close()
     store.close()
 
 

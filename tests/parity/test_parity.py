@@ -70,4 +70,7 @@ def test_sharded_it_is_what_ddp_does(row: Row, batches: Batches) -> None:
     if isinstance(row.sharded, str):
         assert row.sharded in ours.error
         return
+    for record in [*ours.records.values(), *theirs.records.values()]:
+        # The only replica is copied to memory now and then, as what it would save.
+        record["hooks"] = [hook for hook in record["hooks"] if not hook.endswith((".on_save_checkpoint", ".state_dict"))]
     assert_alike(ours, theirs, {**row.differs, **row.sharded})
