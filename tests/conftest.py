@@ -55,12 +55,15 @@ class ObjectStore:
 @pytest.fixture(scope="session")
 def object_store() -> Iterator[ObjectStore]:
     """The store that addresses with ``s3://`` lead to, in this process and in those that it starts."""
+    import fsspec
+
     store = ObjectStore()
     known = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"AWS_ENDPOINT_URL": store.address, **known}.items():
             patch.setenv(name, value)
         process_saver.close()  # its writer was started with another environment
+        fsspec.get_filesystem_class("s3").clear_instance_cache()  # one a thread, with the credentials of then
         yield store
         process_saver.close()
     store.close()
