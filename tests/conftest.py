@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_ft.checkpoint import process_saver
 from lightning_ft.events.log import Events
 from lightning_ft.testing import (
     FaultPlan,
@@ -62,10 +61,8 @@ def object_store() -> Iterator[ObjectStore]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"AWS_ENDPOINT_URL": store.address, **known}.items():
             patch.setenv(name, value)
-        process_saver.close()  # its writer was started with another environment
         fsspec.get_filesystem_class("s3").clear_instance_cache()  # one a thread, with the credentials of then
         yield store
-        process_saver.close()
     store.close()
 
 

@@ -43,6 +43,7 @@ class Writer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self._environment: dict[str, str] = {}  # that the process was started with
         self._closed = False
 
     @property
@@ -71,6 +72,8 @@ class Writer:
             return Written(files, time.monotonic() - started)
         order = {"directory": directory, "memory": image.name, "size": image.size, "files": image.files}
         with self._lock:
+            if "://" in directory and self._environment != dict(os.environ):
+                self._end()  # credentials of a store may have been set since
             connection = self._connect()
             connection.settimeout(timeout.total_seconds())
             try:
@@ -115,6 +118,7 @@ class Writer:
             with theirs:
                 script = str(Path(writer_process.__file__))
                 command = [sys.executable, script, str(theirs.fileno()), str(os.getpid())]
+                self._environment = dict(os.environ)
                 self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
             self._connection = ours
         return self._connection

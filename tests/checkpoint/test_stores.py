@@ -92,6 +92,19 @@ def command(*words: str) -> None:
 ONE = ["*/.metadata", "*/__0_0.distcp", "*/rank-00000.state", "*/training.state", "manifest.json"]
 
 
+def test_credentials_that_are_set_after_a_save_reach_the_process_that_writes(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, optimizer = training()
+    process_saver.close()
+    with monkeypatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        save_training_state(module, optimizer, tmp_path / "a", step=1)
+    save_training_state(module, optimizer, f"{bucket}/run/a", step=1)
+    assert newest_valid([f"{bucket}/run"]) is not None
+
+
 def test_a_training_is_saved_in_a_store_replaced_found_again_and_goes_on_from_there(
     bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
