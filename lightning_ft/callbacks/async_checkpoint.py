@@ -7,6 +7,7 @@ import os
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 from weakref import proxy
@@ -120,8 +121,8 @@ class AsyncCheckpoint(ResumableCheckpoint):
     def before_hand_out(self) -> None:
         """Make sure that this callback's state, which a joining rank is about to get, names no checkpoint that failed."""
         self.finish_saves()
-        for save in self._saves:
-            save.take_back(self)
+        for index, save in enumerate(self._saves):
+            save.take_back(self, islice(self._saves, index + 1, None))
 
     # Hooks.
 
@@ -384,7 +385,7 @@ class AsyncCheckpoint(ResumableCheckpoint):
                 with self._as_checkpointing():
                     save.pending.wait()
             except CheckpointNotCommittedError as error:
-                save.take_back(self)
+                save.take_back(self, self._saves)
                 if self._seen_changes is not None and error.because_of_death:
                     self._retry.add("last" if save.is_last else "top_k")
                 elif self.on_save_error == "raise":

@@ -111,12 +111,13 @@ class AsyncSaver:
 
     def wait_for_copy(self) -> None:
         """Return once what is being saved may change."""
-        if self._pending and not self._pending[-1].copied.is_set():
-            started = time.monotonic()
-            self._pending[-1].copied.wait()
-            taken = time.monotonic() - started
-            self._pending[-1].stall_seconds += taken
-            self.stall_seconds += taken
+        for save in self._pending:
+            if not save.copied.is_set():
+                started = time.monotonic()
+                save.copied.wait()
+                taken = time.monotonic() - started
+                save.stall_seconds += taken
+                self.stall_seconds += taken
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return once nothing is being saved any more; how it ended each save says.

@@ -11,7 +11,7 @@ import json
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_ft.checkpoint.layout import METADATA, FileEntry, Manifest
 from lightning_ft.checkpoint.peers import Peers, Roll
 from lightning_ft.checkpoint.plan import Entry, describe, index_of
 from lightning_ft.checkpoint.staging import PublishInDoubtError, Staging
+from lightning_ft.checkpoint.store_path import Place, relative_to
 from lightning_ft.errors import CheckpointNotCommittedError, StoreUnreachableError
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class Commit:
         peers: The ranks.
         roll: Who takes part.
         staging: Where all write, and what it becomes.
-        manifest: Without files.
+        manifest: Without files and what it replaces.
         mappings: From names to paths, for torch's metadata.
         timeout: When whoever has not written by then is given up.
 
@@ -130,14 +131,21 @@ class Commit:
         self._timeout = timeout.total_seconds()
         self._posts: dict[int, Post] = {}
 
-    def settle(self, post: Post, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
+    def settle(self, post: Post, replaces: Iterable[Place] = (), is_cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Post what this rank did; return once all is a checkpoint: whether this rank made it one.
+
+        Args:
+            post: What it did.
+            replaces: Checkpoints that go with it, for the next start to remove if this one dies before it does.
+            is_cancelled: Whether nobody waits for it any more.
 
         Raises:
             CheckpointNotCommittedError: If it does not become one.
 
         """
         rank = self._roll.seat.rank
+        ways = [relative_to(path, self._staging.target.parent) for path in replaces]
+        self._manifest = replace(self._manifest, replaces=tuple(way for way in ways if way is not None))
         self._peers.post(self._key(rank), replace(post, target=str(self._staging.target)).to_bytes())
         deadline = time.monotonic() + self._timeout
         for _ in _pauses():

@@ -23,7 +23,7 @@ from lightning_ft.checkpoint.pending_save import Content, PendingSave
 from lightning_ft.checkpoint.plan import Flat, divide, is_record, local
 from lightning_ft.checkpoint.snapshot import Snapshot
 from lightning_ft.checkpoint.staging import staging_of
-from lightning_ft.checkpoint.store_path import Place, relative_to
+from lightning_ft.checkpoint.store_path import Place
 from lightning_ft.checkpoint.writer import Writer
 from lightning_ft.errors import CheckpointNotCommittedError, StoreUnreachableError
 
@@ -50,6 +50,18 @@ class Means:
     on_settled: Callable[[PendingSave], None]
     posted_tables: set[str] = field(default_factory=set)
     closed: bool = False
+    _failed: dict[Place, tuple[Place, ...]] = field(default_factory=dict)
+    """What saves that failed were to replace."""
+
+    def goes_with(self, replaces: tuple[Place, ...]) -> tuple[Place, ...]:
+        """Return which checkpoints go with these: those too that one of them was to replace, had it not failed."""
+        return tuple(dict.fromkeys(one for path in replaces for one in (path, *self._failed.get(path, ()))))
+
+    def note(self, save: PendingSave) -> None:
+        """Remember how a save ended."""
+        self._failed.pop(save.target, None)
+        if save.error is not None:
+            self._failed[save.target] = save.replaces
 
 
 class SaveTask:
@@ -73,9 +85,7 @@ class SaveTask:
         self._staging = staging_of(save.target, roll.token, timeout)
         save.content = self._staging.content
         self._flat = Flat.of(content.state)
-        ways = [relative_to(path, save.target.parent) for path in save.replaces]
-        known = tuple(way for way in ways if way is not None)
-        manifest = replace(content.manifest, world_size=roll.seat.world_size, replaces=known)
+        manifest = replace(content.manifest, world_size=roll.seat.world_size)
         self._commit = Commit(means.peers, roll, self._staging, manifest, self._flat.mappings, timeout)
         self._key: Any = None
         self._image: Image | None = None
@@ -142,8 +152,9 @@ class SaveTask:
             except Exception as failure:
                 self._save.post = Post(error=tell_os_error(failure))
             self._save.copied.set()
+            self._save.replaces = self._means.goes_with(self._save.replaces)  # of earlier saves it is known by now
             post = replace(self._save.post, agreed=self._agreed)
-            if self._commit.settle(post, lambda: self._means.closed):
+            if self._commit.settle(post, self._save.replaces, lambda: self._means.closed):
                 for path in self._save.replaces:
                     _remove(path)
         except BaseException as failure:
@@ -156,6 +167,7 @@ class SaveTask:
         if self._image is not None:
             self._means.images.give_back(self._key, self._image)
         self._save.error = error
+        self._means.note(self._save)
         try:
             self._means.on_settled(self._save)
         finally:

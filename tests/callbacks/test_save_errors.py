@@ -131,14 +131,29 @@ def test_the_best_that_could_not_be_saved_is_not_the_best(tmp_path: Path) -> Non
     assert Path(saver.kth_best_model_path).name == "step=1.ckpt"
 
 
+@pytest.mark.parametrize("monitor", [None, "score"])
+@pytest.mark.parametrize("num_failing", [1, 2])
+def test_what_a_failed_save_was_to_replace_goes_with_the_next_one(
+    tmp_path: Path, monitor: str | None, num_failing: int
+) -> None:
+    saver = AsyncCheckpoint(
+        tmp_path / "saved", "{step}", every_n_train_steps=1, max_pending=3, save_top_k=1, monitor=monitor, mode="max"
+    )
+    fit(saver, tmp_path, {1: limit(2048), 1 + num_failing: limit(resource.RLIM_INFINITY)}, num_steps=4)
+    assert names(tmp_path / "saved") == ["step=4.ckpt"]
+    assert Path(saver.best_model_path).name == "step=4.ckpt"
+    assert [Path(path).name for path in saver.best_k_models] == ([] if monitor is None else ["step=4.ckpt"])
+
+
 def test_a_failed_save_ends_the_training_if_asked_to(tmp_path: Path) -> None:
     saver = AsyncCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=1, on_save_error="raise")
+    before = set(children(os.getpid()))
     with pytest.raises(
         CheckpointNotCommittedError, match=r"step 3 was not committed: .*file too large.* Still intact: .*step=2"
     ):
         fit(saver, tmp_path, {2: limit(2048)})
     assert names(tmp_path / "saved") == ["step=2.ckpt"]
-    assert "writer_process" not in "".join(command_of(pid) for pid in children(os.getpid()))
+    assert "writer_process" not in "".join(command_of(pid) for pid in set(children(os.getpid())) - before)
 
 
 def test_a_training_asks_a_store_nothing_while_it_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

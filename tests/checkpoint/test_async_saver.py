@@ -1,6 +1,7 @@
 import os
 import resource
 import signal
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +60,25 @@ def test_all_kinds_of_tensors_come_back_as_they_were(saver: AsyncSaver, tmp_path
             if name == "float8"
             else torch.equal(tensor, state[name])
         )
+
+
+def test_nothing_may_change_before_all_that_is_saved_was_copied_twins_notwithstanding(
+    saver: AsyncSaver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Snapshot.finish
+    may_copy, returned = threading.Event(), threading.Event()
+    monkeypatch.setattr(Snapshot, "finish", lambda snapshot: (may_copy.wait(30), finish(snapshot)))
+    state = {"weight": torch.randn(8)}
+    save = saver.save(tmp_path / "a.ckpt", content(state), may_change=lambda name, tensor: False)
+    twin = saver.save(tmp_path / "last.ckpt", content(state), twin_of=save)
+    waiting = threading.Thread(target=lambda: (saver.wait_for_copy(), returned.set()))
+    waiting.start()
+    assert not returned.wait(0.3)
+    may_copy.set()
+    assert returned.wait(30)
+    waiting.join()
+    twin.wait()
+    assert torch.equal(load(tmp_path / "last.ckpt", state)["weight"], state["weight"])
 
 
 def test_a_save_is_of_the_step_it_was_asked_for_though_training_goes_on(saver: AsyncSaver, tmp_path: Path) -> None:
