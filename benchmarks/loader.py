@@ -1,6 +1,6 @@
-"""What LoaderPosition costs: a batch against a plain DataLoader, the size of a position, and a resumption far into an epoch.
+"""What our loaders cost: a batch against one of a plain DataLoader, the size of a position, a resumption far into an epoch.
 
-Rounds of both loaders alternate, since the machine's speed drifts; a ratio is the median over the rounds.
+``ratio`` is that of the loader under `LoaderPosition`, ``elastic_ratio`` that of a rank of `FTStrategy`.
 """
 
 import argparse
@@ -9,12 +9,14 @@ import pickle
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_ft.data.ending_workers import end_workers
+from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.resumable import ResumableLoader
 from lightning_ft.data.tickets import TicketPlan
 
@@ -30,27 +32,78 @@ class Samples(Dataset[torch.Tensor]):
         return torch.full((64,), float(index))
 
 
-def seconds_per_batch(loader: Any, num_batches: int) -> float:
-    batches = iter(loader)
-    next(batches)  # the start of workers is not what a batch costs
-    started = time.perf_counter()
-    for _ in range(num_batches):
-        next(batches)
-    seconds = (time.perf_counter() - started) / num_batches
-    end_workers(getattr(batches, "_batches", batches))  # or they end beside the measurement that follows
-    return seconds
+class Elastic:
+    """The loader of the only rank of a job, each batch of which is a step."""
+
+    def __init__(self, source: DataLoader[Any]) -> None:
+        sampler: DistributedSampler[Any] = DistributedSampler(source.dataset, 1, 0)
+        loader = DataLoader(source.dataset, batch_size=32, sampler=sampler, num_workers=source.num_workers)
+        self.loader = ElasticLoader(loader, 0, 1, lambda: 0, agree=lambda draw: draw())
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield batch
+            self.loader.commit((0,))
+
+    def close(self) -> None:
+        self.loader.close()
 
 
-def ratio(num_workers: int, rounds: int, num_batches: int) -> float:
-    """Of the seconds of a batch."""
-    ratios = []
+class Resumable:
+    """The loader under `LoaderPosition`."""
+
+    def __init__(self, source: DataLoader[Any]) -> None:
+        self.loader = ResumableLoader(source, lambda: 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.loader
+
+    def close(self) -> None:
+        end_workers(self.loader._batches)
+
+
+class Plain:
+    """The user's own."""
+
+    def __init__(self, source: DataLoader[Any]) -> None:
+        self.batches = iter(source)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.batches
+
+    def close(self) -> None:
+        end_workers(self.batches)
+
+
+def ratios(num_workers: int, rounds: int, num_blocks: int, block: int = 20) -> dict[str, float]:
+    """Of the seconds of a batch to those of a plain loader, whose batches are taken in turns with ours.
+
+    Blocks of a few batches alternate, here and there in another order, since the machine's speed drifts within a second;
+    rounds do, since workers that were started at another time are faster or slower for good.
+    """
+    kinds: list[type[Any]] = [Plain, Resumable, Elastic]
+    seconds: dict[type[Any], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds):
-        loader = DataLoader(Samples(32 * (num_batches + 2)), batch_size=32, shuffle=True, num_workers=num_workers)
-        pair = [ResumableLoader(loader, lambda: 0), loader]
-        first, second = pair[number % 2 :] + pair[: number % 2]
-        taken = {id(each): seconds_per_batch(each, num_batches) for each in (first, second)}
-        ratios.append(taken[id(pair[0])] / taken[id(pair[1])])
-    return statistics.median(ratios)
+        data = Samples(32 * (num_blocks * block + 2))
+        order = kinds[number % 3 :] + kinds[: number % 3]
+        made = {kind: kind(DataLoader(data, batch_size=32, shuffle=True, num_workers=num_workers)) for kind in order}
+        batches = {kind: iter(loader) for kind, loader in made.items()}
+        for each in batches.values():
+            next(each)  # the start of workers is not what a batch costs
+        for turn in range(num_blocks):
+            for kind in order if turn % 2 else reversed(order):
+                started = time.perf_counter()
+                for _ in range(block):
+                    next(batches[kind])
+                seconds[kind].append(time.perf_counter() - started)
+        for loader in made.values():
+            loader.close()  # or they end beside what follows
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    return {
+        f"ratio_workers_{num_workers}": round(medians[Resumable] / medians[Plain], 3),
+        f"elastic_ratio_workers_{num_workers}": round(medians[Elastic] / medians[Plain], 3),
+        f"plain_us_workers_{num_workers}": round(1e6 * medians[Plain] / block, 1),
+    }
 
 
 def state_bytes() -> int:
@@ -85,13 +138,13 @@ def resume_seconds(batch: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--batches", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--blocks", type=int, default=120)
     arguments = parser.parse_args()
     resumed, permutation = resume_seconds(10**6)
     result = {
-        "ratio_workers_0": round(ratio(0, arguments.rounds, arguments.batches), 3),
-        "ratio_workers_2": round(ratio(2, arguments.rounds, arguments.batches), 3),
+        **ratios(0, arguments.rounds, arguments.blocks),
+        **ratios(2, arguments.rounds, arguments.blocks),
         "state_bytes": state_bytes(),
         "resume_s_at_1e6": round(resumed, 3),
         "permutation_s": round(permutation, 3),
