@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_ft.checkpoint.pending_save import PendingSave
+from lightning_ft.trainer.known_checkpoints import rank_models
 
 
 @dataclass
@@ -58,14 +59,8 @@ class BegunSave:
             if old in self.best_k_models:
                 callback.best_k_models[old] = self.best_k_models[old]
         callback.best_k_models.pop(self.filepath, None)
-        if callback.best_k_models:
-            best, worst = (min, max) if callback.mode == "min" else (max, min)
-            score = callback.best_k_models.__getitem__
-            callback.kth_best_model_path = worst(callback.best_k_models, key=score)
-            callback.kth_value = score(callback.kth_best_model_path)
-            callback.best_model_path = best(callback.best_k_models, key=score)
-            callback.best_model_score = score(callback.best_model_path)
-        elif callback.best_model_path == self.filepath:
+        rank_models(callback)
+        if not callback.best_k_models and callback.best_model_path == self.filepath:
             callback.best_model_path = self.best_model_path
             callback.kth_best_model_path = ""
         if callback.last_model_path == self.filepath:

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_ft.strategies import changing_modules, joining, own_results
+from lightning_ft.trainer.known_checkpoints import KnownCheckpoints
 
 
 def run_again(trainer: Trainer, run: Callable[[], Any]) -> None:
@@ -29,13 +31,14 @@ def wait_for_copies(trainer: Trainer) -> None:
 
 
 def take_back(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Restore what Lightning and the user's callbacks keep; :func:`finish` does the rest at the first batch.
+    """Collective. Restore what Lightning and the user's callbacks keep; :func:`finish` does the rest at the first batch.
 
     Args:
         trainer: Its loops were left by an exception.
         state: As :func:`~lightning_ft.strategies.joining.collect_state` returned it.
 
     """
+    files = _known_checkpoints(trainer, state["checkpoint"]["callbacks"])
     trainer.training = True  # and not in the validation in which it may have been
     changing_modules.adopt_groups(trainer.lightning_module, trainer.optimizers, state["groups"])
     connector = trainer._checkpoint_connector
@@ -43,10 +46,20 @@ def take_back(trainer: Trainer, state: dict[str, Any]) -> None:
     connector.restore_datamodule()
     connector.restore_model()
     connector.restore_callbacks()
+    for known in files:
+        known.restore()
     connector.restore_training_state()
     connector._loaded_checkpoint = {}
     assert trainer.fit_loop._data_fetcher is not None
     iter(trainer.fit_loop._data_fetcher)  # forgets what was fetched
+
+
+def _known_checkpoints(trainer: Trainer, states: dict[str, Any]) -> list[KnownCheckpoints]:
+    """Collective. Return what each ModelCheckpoint is to know."""
+    callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    for callback in callbacks:
+        getattr(callback, "before_hand_out", lambda: None)()
+    return [KnownCheckpoints(trainer, callback, states) for callback in callbacks]
 
 
 def finish(trainer: Trainer, state: dict[str, Any], results: dict[str, Any]) -> None:

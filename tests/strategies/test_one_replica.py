@@ -61,6 +61,17 @@ def assert_equals_one_process(directory: Path, monkeypatch: pytest.MonkeyPatch, 
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-6)
 
 
+def assert_only_the_newest_is_kept(directory: Path, *saved_to: str) -> None:
+    """No checkpoint that was saved before a return to an earlier step was forgotten."""
+    results = [json.loads(path.read_text()) for path in directory.glob("result_*.json")]
+    for key, name in (("newest", f"step={results[0]['step']}.ckpt"), ("last", "last.ckpt")):
+        expected = [str(directory / path / name) for path in saved_to]
+        assert [result[key] for result in results] == [expected] * len(results)
+    names = {f"step={results[0]['step']}.ckpt", "last.ckpt"}
+    kept = [{path.name for path in (directory / path).glob("[!.]*")} for path in saved_to]  # a kill may leave trash
+    assert kept == [names] * len(saved_to)
+
+
 def assert_tested(directory: Path) -> None:
     """All ranks returned the loss of what was trained."""
     import one_replica
@@ -86,8 +97,9 @@ def test_the_ranks_that_are_left_go_on_in_their_processes_and_those_that_return_
             Fault(kind="kill", slot=2, point="healed", incarnation=1),
         ]
     )
-    job = run(plan, tmp_path, validate=True)
+    job = run(plan, tmp_path, validate=True, saves=True)
     assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
+    assert_only_the_newest_is_kept(tmp_path, "stock", "async")
     summary = audit(job.events)
     assert summary.problems() == []
     rewound = [event for event in job.events if event["event"] == "rewound"]

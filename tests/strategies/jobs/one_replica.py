@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
+from lightning_ft.callbacks import AsyncCheckpoint
 from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.strategies import replica_memory
 from lightning_ft.testing import FaultPlan
@@ -97,6 +98,8 @@ class Records(Callback):
             "epoch": trainer.current_epoch,
             "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
             "pid": os.getpid(),
+            "newest": [callback.best_model_path for callback in trainer.checkpoint_callbacks[1:]],
+            "last": [callback.last_model_path for callback in trainer.checkpoint_callbacks[1:]],
             "size": trainer.strategy.engine.replica.size,
             "placed": all(
                 p.device_mesh.get_coordinate() == (trainer.strategy.engine.replica.shard,)
@@ -121,6 +124,8 @@ def main(options: dict[str, Any]) -> None:
         replica_memory.missing_names = lambda: ("FSDPParam._init_extensions",)
     seed_everything(1)
     sharding = ShardingOptions(memory_snapshot_every_n_steps=options.get("every", 4))
+    each_step: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 1, "save_last": True}
+    saving = [ModelCheckpoint("stock", **each_step), AsyncCheckpoint("async", **each_step)] if options.get("saves") else []
     trainer = Trainer(
         accelerator="cpu",
         devices=options.get("devices", 3),
@@ -130,7 +135,7 @@ def main(options: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
-        callbacks=[Records(), ModelCheckpoint("checkpoints", save_top_k=-1), FaultPlan.from_environ()],
+        callbacks=[Records(), ModelCheckpoint("checkpoints", save_top_k=-1), *saving, FaultPlan.from_environ()],
         **options.get("trainer", {}),
     )
     model = Model()
