@@ -1,6 +1,7 @@
 """Trainers that save in stores and resume from there; S3 is a real server."""
 
 import json
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft import FTStrategy
@@ -31,6 +35,10 @@ class Model(LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.net, FSDPModule):
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])  # type: ignore[index,unused-ignore]
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
@@ -39,6 +47,14 @@ class Model(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class SoloModelParallelStrategy(ModelParallelStrategy):
+    """Leaves no process group to the next test."""
+
+    def teardown(self) -> None:
+        super().teardown()
+        torch.distributed.destroy_process_group()
 
 
 def loader() -> DataLoader[Any]:
@@ -67,11 +83,15 @@ def fit(
     return model, trainer
 
 
+def plain(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
 def assert_equal(one: Model, other: Model) -> None:
-    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    assert all(torch.equal(plain(value), plain(other.state_dict()[name])) for name, value in one.state_dict().items())
     (mine,), (its,) = one.trainer.optimizers, other.trainer.optimizers
     for state, expected in zip(mine.state_dict()["state"].values(), its.state_dict()["state"].values(), strict=True):
-        assert all(torch.equal(state[name], expected[name]) for name in expected)
+        assert all(torch.equal(plain(state[name]), plain(expected[name])) for name in expected)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +131,20 @@ def test_a_fit_resumes_from_a_store_bit_for_bit(
     kept = {"epoch=1.ckpt"} if how in ("path", "best") else set()  # whose path was given
     assert names(f"{bucket}/run") == {"epoch=2.ckpt", "last.ckpt"} | kept
     assert {path.name for path in tmp_path.iterdir()} == set()
+
+
+def test_a_strategy_that_reads_file_systems_only_resumes_from_a_store_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
+    store = f"memory://{tmp_path.name}/run"
+    whole, _ = fit(tmp_path, 3, ModelCheckpoint(tmp_path / "whole"), strategy=SoloModelParallelStrategy())
+    fit(tmp_path, 2, AsyncCheckpoint(store), strategy=SoloModelParallelStrategy())
+    resumed, trainer = fit(tmp_path, 3, AsyncCheckpoint(store, resume="auto"), strategy=SoloModelParallelStrategy())
+    assert trainer.global_step == 12
+    assert_equal(resumed, whole)
+    assert list((tmp_path / "copies").iterdir()) == []
 
 
 def test_a_fit_that_goes_on_elsewhere_leaves_alone_what_it_came_from(tmp_path: Path, bucket: str) -> None:
