@@ -2,6 +2,9 @@
 
 Ranks train a stack of linear layers and save it in turn by each method, so that all meet the same machine. The state is
 about 150 MB a rank, replicated (DistributedDataParallel) or sharded (FSDP2).
+
+How much slower steps are is measured in windows of steps with nothing under way and windows of steps in all of which a save
+is: the next one begins when the one before is there. CPU time is that of the threads and processes that save.
 """
 
 import argparse
@@ -28,6 +31,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from benchmarks.holdings import Holdings
+from benchmarks.save_cpu import SavingClock
 from lightning_ft.checkpoint._torch_compat import default_store
 from lightning_ft.checkpoint.async_saver import AsyncSaver
 from lightning_ft.checkpoint.layout import Manifest
@@ -35,32 +40,11 @@ from lightning_ft.checkpoint.peers import StorePeers
 from lightning_ft.checkpoint.pending_save import Content
 from lightning_ft.checkpoint.snapshot import Fence
 from lightning_ft.checkpoint.writer_process import sync_directory
-from lightning_ft.testing.processes import descendants
 
+ASYNCHRONOUS = ("ours", "ours in a store", "async_save thread", "async_save process")
 METHODS = ("ours", "ours in a store", "torch.save", "dcp.save", "dcp.save+fsync", "async_save thread", "async_save process")
 MODES = {1: "replicated", 2: "sharded"}
 Start = Callable[[Path], Callable[[], bool]]
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """CPU time of this process and others."""
-    total = time.process_time()
-    for pid in pids:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
-def resident_mb(pids: list[int]) -> float:
-    """Memory of processes, with what they share counted once for each."""
-    total = 0
-    for pid in pids:
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
-        total += int(lines["VmRSS"].split()[0])
-    return total / 1024
 
 
 class Rank:
@@ -82,13 +66,14 @@ class Rank:
             self.module = nn.parallel.DistributedDataParallel(stack)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3, foreach=True)
         self.inputs = torch.randn(48, width)
+        for _ in range(3):
+            self.step()
+        self.clock = SavingClock()
         self.group = dist.new_group(backend="gloo")
         self.saver = AsyncSaver(StorePeers(default_store(), self.rank, self.world_size, "benchmark"), timeout=timedelta(300))
         self.fence = Fence([self.optimizer], self.saver.wait_for_copy)
         self.count = 0
         self.still = {parameter.untyped_storage().data_ptr() for parameter in map(local, self.module.parameters())}
-        for _ in range(3):
-            self.step()
         if self.rank == 0:
             root.mkdir(parents=True, exist_ok=True)
         dist.barrier()
@@ -161,41 +146,73 @@ class Rank:
         """Save once; return what it took, in milliseconds."""
         self.count += 1
         path = self.root / f"{self.count}"
-        dist.barrier()
-        pids = descendants(os.getpid())
-        cpu = cpu_seconds(pids)
-        idle = [self.step() for _ in range(num_steps)]
-        idle_cpu = cpu_seconds(pids) - cpu
-        dist.barrier()
-        cpu, begun = cpu_seconds(pids), time.perf_counter()
+        dist.barrier(self.group)
+        before = self.clock.read()
+        cpu, begun = time.thread_time(), time.perf_counter()
         is_done = start(path)
-        blocked = time.perf_counter() - begun
-        durable: float | None = time.perf_counter() - begun if is_done() else None
+        blocked, cpu = time.perf_counter() - begun, time.thread_time() - cpu
+        durable: float | None = blocked if is_done() else None
         fenced = self.saver.stall_seconds
-        writing = []
         for _ in range(num_steps):
-            was_writing = durable is None
-            taken = self.step()
+            self.step()
             if durable is None and is_done():
                 durable = time.perf_counter() - begun
-            if was_writing:
-                writing.append(taken)
         while durable is None:
             time.sleep(0.002)
             durable = time.perf_counter() - begun if is_done() else None
-        used = cpu_seconds(sorted({*pids, *descendants(os.getpid())})) - cpu
         result = {
             "block": blocked + self.saver.stall_seconds - fenced,
-            "cpu": used - idle_cpu,
+            "cpu": cpu + self.clock.since(before),
             "durable": durable,
-            "idle_step": statistics.median(idle),
-            "step": statistics.median(writing) if writing else float("nan"),
         }
         dist.barrier(self.group)
         if self.rank == 0:
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
         return {name: 1e3 * value for name, value in result.items()}
+
+    def slowdown(self, start: Start, num_steps: int) -> dict[str, list[float]]:
+        """Return how long steps take while nothing is saved, and while a save is under way, in milliseconds."""
+        self.count += 1
+        path = self.root / f"{self.count}"
+        dist.barrier(self.group)
+        idle = [self.step() for _ in range(num_steps)]
+        saving = []
+        is_done = start(path)
+        for _ in range(num_steps):
+            if self.all_agree(is_done()):
+                is_done = start(path)
+            saving.append(self.step())
+        while not is_done():
+            time.sleep(0.002)
+        dist.barrier(self.group)
+        if self.rank == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        return {"idle": [1e3 * one for one in idle], "saving": [1e3 * one for one in saving]}
+
+    def growth(self, num_saves: int) -> dict[str, list[float]]:
+        """Return what steps hold more after them than before: as many of them without a save, then with one each."""
+        grown: dict[str, list[float]] = defaultdict(list)
+        for saves in (False, True):
+            for _ in range(3):
+                self.ours(self.root / "again")
+            self.saver.wait()
+            before = Holdings.now(self.root)
+            for _ in range(num_saves):
+                if saves:
+                    self.ours(self.root / "again")
+                self.step()
+            self.saver.wait()
+            for name, value in Holdings.now(self.root).growth(before).items():
+                grown[name].append(value)
+            dist.barrier(self.group)
+        self.saver.close()
+        return grown
+
+    def all_agree(self, value: bool) -> bool:
+        flag = torch.tensor(value, dtype=torch.int32)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, self.group)
+        return bool(flag)
 
     def memcpy(self) -> float:
         """Return how long a blocking copy of this rank's share takes, in milliseconds."""
@@ -227,31 +244,23 @@ def run_rank(options: argparse.Namespace) -> None:
     rank = Rank(options.mode, options.layers, options.width, Path(options.directory) / options.mode)
     methods = rank.methods(options.store)
     names = tuple(name for name in METHODS if name in methods)
-    measured: dict[str, list[dict[str, float]]] = defaultdict(list)
+    measured: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     floors = []
-    for number in range(options.rounds + 1):
+    for number in range(options.rounds + 1 if options.rounds else 0):
         order = names[number % len(names) :] + names[: number % len(names)]
         for name in order:
             if name == "async_save process" and options.skip_process:
                 continue
             floors.append(rank.memcpy())
             result = rank.measure(methods[name], options.steps)
+            steps = rank.slowdown(methods[name], options.steps) if name in ASYNCHRONOUS else {}
             if number:  # the first of each makes plans, memory and processes
-                measured[name].append(result)
-    writer = rank.saver.writer.pid
-    assert writer is not None
-    pids = [os.getpid(), writer]
-    before = resident_mb(pids)
-    for _ in range(options.saves):
-        rank.ours(rank.root / "again")
-        rank.step()
-    rank.saver.wait()
-    grown = resident_mb(pids) - before
-    rank.saver.close()
-    values = {name: {key: [one[key] for one in all_of] for key in all_of[0]} for name, all_of in measured.items()}
-    Path(options.directory, f"{options.mode}_{dist.get_rank()}.json").write_text(
-        json.dumps({"values": values, "floor": floors, "rss_growth_mb": grown})
-    )
+                for key, value in result.items():
+                    measured[name][key].append(value)
+                for key, values in steps.items():
+                    measured[name][key] += values
+    report = {"values": measured, "floor": floors, "growth": rank.growth(options.saves)}
+    Path(options.directory, f"{options.mode}_{dist.get_rank()}.json").write_text(json.dumps(report))
     dist.barrier()
     os._exit(0)  # executors of torch's asynchronous saves would be waited for
 
@@ -276,50 +285,46 @@ def run_mode(options: argparse.Namespace, mode: str, directory: str) -> dict[str
     return result
 
 
-def median_of_known(values: list[float]) -> float:
-    known = [value for value in values if value == value]
-    return statistics.median(known) if known else float("nan")
-
-
 def summarize(mode: str, result: dict[str, Any]) -> dict[str, float]:
     """Print the table of one mode; return its keys."""
+    without, grown = ({name: pair[index] for name, pair in result["growth"].items()} for index in (0, 1))
+    print(f"\n{mode}: more after steps without saves: {_told(without)}; with one each: {_told(grown)}")
+    keys = {f"rss_growth_mb_{mode}": grown["mb"] - without["mb"]}
+    if not result["values"]:
+        return keys
     floor = statistics.median(result["floor"])
-    medians = {
-        name: {
-            key: statistics.median([one for one in column if one == one] or [float("nan")]) for key, column in values.items()
-        }
-        for name, values in result["values"].items()
-    }
-    idle = statistics.median([one for values in result["values"].values() for one in values["idle_step"]])
-    print(f"\n{mode}: copying the memory takes {floor:.1f} ms, a step {idle:.0f} ms; medians in ms")
+    rows: dict[str, dict[str, list[float]]] = result["values"]
+    medians = {name: {key: statistics.median(values) for key, values in row.items()} for name, row in rows.items()}
+    ours, torchs = medians["ours"], medians["async_save thread"]
+    print(f"copying the memory takes {floor:.1f} ms, a step {ours['idle']:.0f} ms; medians in ms")
     print(f"{'method':20} {'blocked':>9} {'max':>9} {'CPU':>9} {'durable':>9} {'step / idle':>12}")
     for name, row in medians.items():
-        longest = max(result["values"][name]["block"])
-        print(
-            f"{name:20} {row['block']:9.1f} {longest:9.1f} {row['cpu']:9.1f} {row['durable']:9.0f}"
-            f" {row['step'] / row['idle_step']:12.2f}"
-        )
-    ours = medians["ours"]
-    of_store = medians.get("ours in a store")
-    in_store = {} if of_store is None else {f"blocking_of_store_over_memcpy_{mode}": of_store["block"] / floor}
-    return in_store | {
+        longest = max(rows[name]["block"])
+        slowdown = f"{row['saving'] / row['idle']:12.2f}" if "saving" in row else ""
+        print(f"{name:20} {row['block']:9.1f} {longest:9.1f} {row['cpu']:9.1f} {row['durable']:9.0f} {slowdown}")
+    if "ours in a store" in medians:
+        keys[f"blocking_of_store_over_memcpy_{mode}"] = medians["ours in a store"]["block"] / floor
+    return keys | {
         f"blocking_over_memcpy_{mode}": ours["block"] / floor,
         f"blocking_over_sync_fsync_{mode}": ours["block"] / medians["dcp.save+fsync"]["block"],
-        f"step_slowdown_while_writing_{mode}": ours["step"] / ours["idle_step"],
+        f"step_slowdown_while_writing_{mode}": ours["saving"] / ours["idle"],
         f"cpu_ms_per_save_{mode}": ours["cpu"],
-        f"cpu_over_async_save_thread_{mode}": ours["cpu"] / medians["async_save thread"]["cpu"],
+        f"cpu_over_async_save_thread_{mode}": ours["cpu"] / torchs["cpu"],
         f"durable_ms_{mode}": ours["durable"],
-        f"rss_growth_mb_{mode}": result["rss_growth_mb"],
     }
+
+
+def _told(growth: dict[str, float]) -> str:
+    return ", ".join(f"{value:.0f} {name}" for name, value in growth.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=8, help="steps timed without and with a save under way")
+    parser.add_argument("--rounds", type=int, default=6, help="saves by each method; 0: only --saves of ours")
+    parser.add_argument("--steps", type=int, default=8, help="steps in a row without and with saves under way")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--saves", type=int, default=100)
+    parser.add_argument("--saves", type=int, default=100, help="after which memory, descriptors and the like are counted")
     parser.add_argument("--shard-size", type=int, choices=(1, 2), help="1: replicated, 2: sharded; both by default")
     parser.add_argument("--skip-process", action="store_true")
     parser.add_argument("--store", help="also save there: an address such as s3://bucket/run")
