@@ -4,13 +4,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
+from torch.distributed import Store, device_mesh
 from torch.distributed.checkpoint import _nested_dict, default_planner, filesystem, metadata
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["default_store", "flatten", "make_metadata", "record_offset", "store_of_default_group", "write_items"]
+__all__ = [
+    *("default_store", "flatten", "make_metadata", "record_offset", "store_of_default_group", "whole_mesh", "write_items"),
+]
 
 _REQUIRED: tuple[tuple[Any, str], ...] = (
     (_nested_dict, "flatten_state_dict"),
@@ -39,6 +42,14 @@ def flatten(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def write_items(leaves: dict[str, Any]) -> list[WriteItem]:
     """Return what DCP would write of these leaves if nobody else wrote any: chunks of tensors, and objects."""
     return create_default_local_save_plan(leaves, is_coordinator=True).items
+
+
+def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` is a part of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        root: DeviceMesh = mesh._get_root_mesh()
+        return root
+    return device_mesh._mesh_resources.get_root_mesh(mesh)  # before torch 2.10
 
 
 def record_offset(archive: Any) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_ft.checkpoint._torch_compat import flatten, write_items
+from lightning_ft.checkpoint._torch_compat import flatten, whole_mesh, write_items
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,11 @@ def _copy_of(name: str, tensor: Tensor, seat: Seat) -> tuple[int, int]:
     for placement, position, size in zip(tensor.placements, coordinate, tensor.device_mesh.shape, strict=True):
         if isinstance(placement, Replicate):
             copy, num_copies = copy * size + position, num_copies * size
+    whole = whole_mesh(tensor.device_mesh)
+    own, names = tensor.device_mesh.mesh_dim_names or (), whole.mesh_dim_names or ()
+    for dimension, (name, position) in enumerate(zip(names, whole.get_coordinate() or (), strict=False)):
+        if name not in own:  # the ranks along it hold the same, though the tensor does not say so
+            copy, num_copies = copy * whole.size(dimension) + position, num_copies * whole.size(dimension)
     return copy, num_copies
 
 

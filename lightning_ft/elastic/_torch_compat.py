@@ -99,9 +99,9 @@ def install_default_group(group: ProcessGroup, store: Store, num_slots: int) -> 
 def install_shard_group(group: ProcessGroup) -> None:
     """Let ``torch.distributed`` find ``group`` by its name and as the group of a device mesh."""
     c10d._world.pg_map[group] = ("gloo", None)  # type: ignore[assignment]  # no store: it would break with the first death
-    c10d._world.pg_names[group] = SHARD_GROUP_NAME  # type: ignore[assignment]
+    c10d._world.pg_names[group] = group.group_name
     c10d._world.pg_backend_config[group] = "cpu:gloo"
-    torch._C._distributed_c10d._register_process_group(SHARD_GROUP_NAME, group)  # type: ignore[arg-type]
+    torch._C._distributed_c10d._register_process_group(group.group_name, group)
 
 
 def number_shard_group(group: ProcessGroup, ranks: Sequence[int]) -> None:

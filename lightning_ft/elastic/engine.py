@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.exchange import Exchange, Interrupted, PendingExchange, pack_header
 from lightning_ft.elastic.replica import Replica
+from lightning_ft.elastic.replica_rows import ReplicaRows
 from lightning_ft.elastic.shard_group import ShardGroup
 
 Result = TypeVar("Result")
@@ -61,6 +62,10 @@ class Engine(Protocol):
     @property
     def shard_group(self) -> ShardGroup:
         """The process group of the replica: the same object, whatever becomes of the replica."""
+
+    @property
+    def rows(self) -> ReplicaRows | None:
+        """The groups within the replica if ranks of it share batches: the same object, too."""
 
     @property
     def rank(self) -> int:
@@ -208,6 +213,7 @@ class SoloEngine:
     hold = False
 
     replica = Replica(0, 0, (0,), 1)
+    rows: ReplicaRows | None = None
     may_regroup = outlives_replica = False
 
     def __init__(self) -> None:

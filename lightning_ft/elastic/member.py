@@ -20,6 +20,7 @@ from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import FromRank, Generation, RankEnvironment
 from lightning_ft.elastic.replica import Replica, ReplicaLost
 from lightning_ft.elastic.replica_groups import ReplicaGroups
+from lightning_ft.elastic.replica_rows import ReplicaRows
 from lightning_ft.elastic.shard_group import ShardGroup
 from lightning_ft.elastic.supervised import SupervisedProcess
 from lightning_ft.elastic.vigil import Vigil, VigilOfReplica
@@ -74,6 +75,14 @@ class Member(SupervisedProcess):
     @property
     def shard_group(self) -> ShardGroup:
         return self._replicas.shard_group
+
+    @property
+    def rows(self) -> ReplicaRows | None:
+        return self._replicas.rows
+
+    def configure(self, policy: Policy, timeout: timedelta) -> None:
+        self._replicas.row_size = policy.tensor_parallel_size
+        super().configure(policy, timeout)
 
     @property
     def rank(self) -> int:

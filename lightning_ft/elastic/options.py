@@ -71,6 +71,7 @@ class Policy(SupervisionOptions):
         timeout: Seconds that a rank may keep the others waiting in a step or a callback; None: learned.
         spares: Processes that wait to take a dead rank's place.
         shard_size: How many ranks hold one copy of the model together; "all": all live ones.
+        tensor_parallel_size: How many of these work on one batch together; above 1, slots keep their places in replicas.
 
     Raises:
         TypeError: If a value is of the wrong type.
@@ -83,6 +84,7 @@ class Policy(SupervisionOptions):
     timeout: float | None = None
     spares: int = 0
     shard_size: int | Literal["all"] = 1
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

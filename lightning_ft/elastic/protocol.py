@@ -115,6 +115,7 @@ class Options(TypedDict):
     grace: float
     spares: int
     shard_size: int | Literal["all"]
+    tensor_parallel_size: int
     start_method: Literal["auto", "fork", "spawn"]
     prefix_output: bool | None
     setup_timeout: float | None

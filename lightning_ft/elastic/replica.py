@@ -38,3 +38,12 @@ class Replica:
     def size(self) -> int:
         """How many shards there are."""
         return len(self.slots)
+
+    def row(self, size: int) -> "Replica":
+        """Return the ``size`` ranks that work on the batches of this rank together, as if they were all of it."""
+        first, place = self.shard // size * size, self.shard % size
+        return Replica(self.index, place, self.slots[first : first + size], self.count)
+
+    def column(self, size: int) -> "Replica":
+        """Return the ranks that have the place of this one in each row of ``size``."""
+        return Replica(self.index, self.shard // size, self.slots[self.shard % size :: size], self.count)

@@ -14,6 +14,7 @@ from lightning_ft.elastic.exchange import Exchange
 from lightning_ft.elastic.groups import Group, Groups
 from lightning_ft.elastic.protocol import NO_SLOT, Generation
 from lightning_ft.elastic.replica import Replica
+from lightning_ft.elastic.replica_rows import ReplicaRows
 from lightning_ft.elastic.shard_group import ShardGroup
 from lightning_ft.elastic.vigil import Vigil
 
@@ -36,13 +37,16 @@ class ReplicaGroups:
         self._fail = fail
         self.replica = Replica(0, 0, (slot,), num_slots)
         self.replicate: Group | None = None
+        self.row_size = 1
+        """How many ranks of a replica work on one batch together."""
         self._groups = groups
         self._num_slots = num_slots
         self._waits = waits
         self._proxy: ShardGroup | None = None
         self._is_alone = False
         self._made = _NONE  # in which generation the replica's group was connected
-        self._connected: tuple[int, ...] = ()
+        self._connected: tuple[tuple[int, ...], int] | None = None
+        self._rows: dict[int, ReplicaRows] = {}
 
     @property
     def shard_group(self) -> ShardGroup:
@@ -52,6 +56,16 @@ class ReplicaGroups:
             install_shard_group(self._proxy)
             self._number()
         return self._proxy
+
+    @property
+    def rows(self) -> ReplicaRows | None:
+        """Return the groups within the replica, the same objects for the life of the process; None if none share batches."""
+        if self.row_size == 1:
+            return None
+        if self.row_size not in self._rows:
+            self._rows[self.row_size] = ReplicaRows(self.row_size, self.replica, self._fail)
+            self._number()
+        return self._rows[self.row_size]
 
     def prepare(self, slot: int, shard: int, size: int) -> None:
         """Let this process, which is to join, do by itself what it will do as ``shard`` of ``size``."""
@@ -87,8 +101,8 @@ class ReplicaGroups:
 
     def _connect_replica(self, replica: Replica, generation: Generation, group: Group, vigil: Vigil) -> None:
         """Keep the replica's group if all its ranks have it, else make it anew."""
-        proxy = self.shard_group
-        has_it = proxy.is_connected and self._connected == replica.slots
+        proxy, rows = self.shard_group, self.rows
+        has_it = proxy.is_connected and self._connected == (replica.slots, self.row_size)
         mine = torch.tensor([self._made if has_it else _NONE])
         rank = generation["members"].index(replica.slots[replica.shard])
         table = Exchange(group, rank, len(generation["members"]), []).all_gather(mine)
@@ -99,7 +113,9 @@ class ReplicaGroups:
             name = f"replica{replica.index}"
             inner = self._groups.create(replica.shard, replica.size, vigil, name=name, waits=self._waits)
             proxy.connect(inner)
-            self._made, self._connected = generation["number"], replica.slots
+            if rows is not None:
+                rows.connect(self._groups, replica, vigil, self._waits)
+            self._made, self._connected = generation["number"], (replica.slots, self.row_size)
 
     def break_off(self) -> None:
         """Let go of the group across replicas, whose generation is over; its sockets are shut already."""
@@ -115,10 +131,14 @@ class ReplicaGroups:
     def lose(self) -> None:
         """Break the replica's group off, on all its ranks."""
         inner = None if self._proxy is None else self._proxy.lose()
-        if inner is not None:
+        lost = [] if inner is None else [inner]
+        for rows in self._rows.values():
+            lost += rows.lose()
+        if lost:
             self.interrupt()
-            self._groups.retire(inner)
-        self._connected = ()
+        for group in lost:
+            self._groups.retire(group)
+        self._connected = None
 
     def _number(self) -> None:
         """Say which global ranks the shards are."""
@@ -132,3 +152,5 @@ class ReplicaGroups:
             ranks = list(range(first, first + size))
         self._proxy.replica = self.replica
         number_shard_group(self._proxy, ranks)
+        if self.row_size in self._rows:
+            self._rows[self.row_size].number(self.replica, ranks)

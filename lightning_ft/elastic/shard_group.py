@@ -25,19 +25,21 @@ class ShardGroup(dist.ProcessGroup):
     Args:
         replica: The replica, or one like that which this process is to be part of.
         fail: Called when a rank of the replica is gone; raises, or does not return.
+        name: By which torch finds it.
 
     """
 
-    def __init__(self, replica: Replica, fail: Callable[[], NoReturn]) -> None:
+    def __init__(self, replica: Replica, fail: Callable[[], NoReturn], name: str = SHARD_GROUP_NAME) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
         self._fail = fail
+        self._name = name
         self.replica = replica
         """The replica, whose ranks collectives reach once they are connected."""
         self._inner: Group | None = None
         self._is_lost = False
 
-    def connect(self, group: Group) -> None:
-        """Let collectives go through ``group`` from now on."""
+    def connect(self, group: Group | None) -> None:
+        """Let collectives go through ``group`` from now on; one rank needs none."""
         self._inner, self._is_lost = group, False
 
     def lose(self) -> Group | None:
@@ -66,11 +68,11 @@ class ShardGroup(dist.ProcessGroup):
         return "gloo"
 
     def getGroupName(self) -> str:
-        return SHARD_GROUP_NAME
+        return self._name
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
-        return SHARD_GROUP_NAME
+        return self._name
 
     @property
     def _device_types(self) -> list[torch.device]:

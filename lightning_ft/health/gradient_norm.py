@@ -13,5 +13,9 @@ def gradient_norm(optimizer: Optimizer) -> Tensor | None:
     gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     if not gradients:
         return None
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    meshes: dict[object, list[Tensor]] = {}
+    for gradient in gradients:
+        meshes.setdefault(gradient.device_mesh if isinstance(gradient, DTensor) else None, []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(group) for group in meshes.values()]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack(whole))

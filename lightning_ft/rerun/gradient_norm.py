@@ -27,7 +27,7 @@ def gradient_norm(parameters: Iterable[Parameter]) -> Tensor | None:
     for gradient, norms in sharded.values():
         square = torch.stack(norms).square().sum()
         for dimension, placement in enumerate(gradient.placements):
-            if placement.is_shard():
+            if not placement.is_replicate():
                 dist.all_reduce(square, dist.ReduceOp.SUM, gradient.device_mesh.get_group(dimension))
         squares.append(square)
     return torch.stack(squares).sum().sqrt() if squares else None

@@ -13,11 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import placement_types as _placement_types
 from torch.utils._pytree import tree_map_only
 
 __all__ = [
-    *("abandon_pass", "leave_to_root", "managed_parameters", "missing_names", "move_units", "run_as_forward", "self_test"),
+    *("StridedShard", "abandon_pass", "leave_to_root", "managed_parameters", "missing_names", "move_units"),
+    *("run_as_forward", "self_test"),
 ]
+
+StridedShard: Any = getattr(_placement_types, "_StridedShard", None)
+"""How a dimension is sharded that is divided by tensor parallelism, too; None in a release that lacks it."""
 
 _PARAM_NAMES = (
     *("_init_sharded_param", "_init_sharded_post_forward_param_metadata", "_init_extensions", "_setattr_on_modules"),

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn import Module
 from lightning_ft.errors import GatheredParametersError
 from lightning_ft.sharding._fsdp_compat import abandon_pass, leave_to_root, run_as_forward
 from lightning_ft.sharding.full_state import accept_full_state
+from lightning_ft.sharding.mesh import sharding_part
 from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.sharding.plan import Unit
 from lightning_ft.sharding.shard_watch import ShardUsed, ShardWatch
@@ -25,7 +26,11 @@ _ROUTE = "_lightning_ft_routed"
 
 
 def apply_plan(
-    units: Sequence[Unit], mesh: DeviceMesh, options: ShardingOptions, prepare: Callable[[Unit], None] = lambda unit: None
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    options: ShardingOptions,
+    prepare: Callable[[Unit], None] = lambda unit: None,
+    entered: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Shard ``units``, of which the last one is the root; what is sharded already is left as it is.
 
@@ -34,6 +39,7 @@ def apply_plan(
         mesh: Of the replica.
         options: What the user chose.
         prepare: Called with each unit just before it is sharded.
+        entered: What is entered for each that is sharded.
 
     """
     policies: dict[str, Any] = {}
@@ -45,7 +51,9 @@ def apply_plan(
             casts = options.mp_policy.cast_forward_inputs and (unit is not units[-1] or bool(unit.parameters))
             policies["mp_policy"] = replace(options.mp_policy, cast_forward_inputs=casts)
         if not isinstance(unit.module, FSDPModule):
-            fully_shard(unit.module, mesh=mesh, reshard_after_forward=options.reshard_after_forward, **policies)
+            with entered():
+                part = sharding_part(mesh)
+                fully_shard(unit.module, mesh=part, reshard_after_forward=options.reshard_after_forward, **policies)
     accept_full_state(units[-1].module)
 
 

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_ft.errors import UnsupportedStateError
+from lightning_ft.sharding.mesh import DIMENSION
+from lightning_ft.sharding.placements import from_data, to_data
 
 _PIECE = "lightning_ft.piece"
 
@@ -52,7 +55,13 @@ def put_back(state: Any, mesh: DeviceMesh) -> Any:
     def is_piece(value: Any) -> bool:
         return isinstance(value, dict) and _PIECE in value
 
-    return _replace(state, is_piece, lambda value: _as_tensor(mesh, value[_PIECE], value["size"], value["dim"]))
+    def put(piece: dict[str, Any]) -> Tensor:
+        if "dims" in piece:
+            part = mesh if list(mesh.mesh_dim_names or ()) == piece["dims"] else mesh[tuple(piece["dims"])]
+            return _placed(part, piece[_PIECE], piece["size"], from_data(piece["placements"]))
+        return _as_tensor(mesh if mesh.ndim == 1 else mesh[DIMENSION], piece[_PIECE], piece["size"], piece["dim"])
+
+    return _replace(state, is_piece, put)
 
 
 def put_together_whole(states: Sequence[Any], base: int = 0) -> Any:
@@ -94,13 +103,20 @@ def _rows_of(pieces: Sequence[Tensor], size: Sequence[int], dim: int, index: int
 
 
 def _as_tensor(mesh: DeviceMesh, local: Tensor, size: list[int], dim: int) -> Tensor:
+    return _placed(mesh, local, size, [Shard(dim)])
+
+
+def _placed(mesh: DeviceMesh, local: Tensor, size: list[int], placements: Sequence[Placement]) -> Tensor:
     local = local.to(mesh.device_type)
     stride = torch.empty(size, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(size), stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(size), stride=stride)
 
 
 def _piece_of(tensor: DTensor) -> Any:
     local = tensor.to_local().detach()
+    names = tensor.device_mesh.mesh_dim_names
+    if names is not None and names != (DIMENSION,):  # some of its ranks share batches
+        return {_PIECE: local, "size": list(tensor.shape), "dims": list(names), "placements": to_data(tensor.placements)}
     if tensor.device_mesh.ndim == 1 and isinstance(tensor.placements[0], Replicate):
         return local
     if tensor.device_mesh.ndim != 1 or type(tensor.placements[0]) is not Shard:

@@ -11,6 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_ft.sharding.mesh import DIMENSION
+
 
 class ShardUsed(BaseException):
     """An operation got a shard; not an ``Exception``, which user code might handle.
@@ -46,4 +48,9 @@ class ShardWatch(TorchDispatchMode):
 
 
 def _has_shard(values: Iterable[Any]) -> bool:
-    return any(isinstance(v, DTensor) or (isinstance(v, list | tuple) and _has_shard(v)) for v in values)
+    return any(_is_shard(v) or (isinstance(v, list | tuple) and _has_shard(v)) for v in values)
+
+
+def _is_shard(value: Any) -> bool:
+    """Whether it is sharded over ranks that have batches of their own; those that share one compute with what they have."""
+    return isinstance(value, DTensor) and DIMENSION in (value.device_mesh.mesh_dim_names or (DIMENSION,))

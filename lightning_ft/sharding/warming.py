@@ -2,17 +2,21 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import fully_shard
 
+from lightning_ft.sharding.mesh import shard_mesh
 
-def warm_up(mesh: DeviceMesh) -> None:
+
+def warm_up(group: ProcessGroup, device_type: str) -> None:
     """Collective in the replica. Take a step with a module of a few parameters: the first one imports and looks up much.
 
     Args:
-        mesh: Of the replica.
+        group: Of the replica.
+        device_type: Of the parameters.
 
     """
+    mesh = shard_mesh(group, device_type)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         module = nn.Linear(mesh.size(), mesh.size()).to(mesh.device_type)
         fully_shard(module, mesh=mesh)

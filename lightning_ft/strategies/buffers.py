@@ -1,6 +1,8 @@
 """When the buffers of rank 0 (BatchNorm's running statistics) go to the other ranks: exactly when ``ddp`` does it."""
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_ft.elastic.collectives import Collectives
@@ -26,7 +28,7 @@ class BufferSync:
     @property
     def sends_next(self) -> bool:
         """Whether the next forward pass begins with a message."""
-        return self.due and next(self._module.buffers(), None) is not None
+        return self.due and bool(self._buffers)
 
     def before_forward(self, *, synchronize_gradients: bool) -> None:
         """Collective. To be called before every forward pass of the module.
@@ -35,8 +37,12 @@ class BufferSync:
             synchronize_gradients: Whether gradients of this pass will be reduced.
 
         """
-        buffers = list(self._module.buffers())
+        buffers = self._buffers
         if self.due and buffers:
             for buffer, value in zip(buffers, self._collectives.broadcast_tensors(buffers, label="buffers"), strict=True):
                 buffer.detach().copy_(value)
         self.due = torch.is_grad_enabled() and synchronize_gradients
+
+    @property
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for buffer in self._module.buffers() if not isinstance(buffer, DTensor)]

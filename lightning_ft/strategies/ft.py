@@ -2,8 +2,8 @@
 
 import os
 import pickle
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.nn import Module
@@ -41,16 +42,19 @@ from lightning_ft.events.log import EventLog
 from lightning_ft.sharding.apply import ShardedModule
 from lightning_ft.sharding.describe import describe_units
 from lightning_ft.sharding.full_state import gather_full
-from lightning_ft.sharding.mesh import shard_mesh
+from lightning_ft.sharding.mesh import at_its_ranks, replica_mesh
 from lightning_ft.sharding.options import ShardingOptions
 from lightning_ft.sharding.plan import plan_units
 from lightning_ft.sharding.sizes import fewest_ranks, training_bytes
 from lightning_ft.sharding.warming import warm_up
 from lightning_ft.strategies import joining, tuning
+from lightning_ft.strategies.alike_shards import draw_alike, make_shards_alike
 from lightning_ft.strategies.begun_anew import BegunAnew, remember_checkpoints, remember_loggers
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.checkpoint_peers import checkpoint_peers, holds_whole_state
+from lightning_ft.strategies.clipping import clip_shards_with
 from lightning_ft.strategies.combinations import check_combination
+from lightning_ft.strategies.data_shares import DataShares
 from lightning_ft.strategies.files import write_atomically
 from lightning_ft.strategies.launcher import ElasticLauncher
 from lightning_ft.strategies.live_ranks import LiveRanks
@@ -98,6 +102,8 @@ class FTStrategy(LiveRanks):
             raises when one does, as ``ddp`` would; finding them costs nothing here.
         shard_size: Ranks that together hold one copy of the model, a replica; "all": all of them. 1: each rank holds one.
             "auto": as few as hold it with gradients and optimizer state in the memory of their devices.
+        tensor_parallel_size: How many of these work on one batch together, for modules that use
+            ``self.device_mesh["tensor_parallel"]`` in ``configure_model``.
         sharding: How a replica of several ranks shards the module; the rarer options.
         supervision: The rarer options of the supervisor.
 
@@ -118,6 +124,7 @@ class FTStrategy(LiveRanks):
         self,
         shard_size: int | Literal["auto", "all"] = 1,
         *,
+        tensor_parallel_size: int = 1,
         max_restarts: int = 3,
         min_replicas: int = 1,
         timeout: timedelta | float | None = None,
@@ -138,7 +145,9 @@ class FTStrategy(LiveRanks):
         check_type("FTStrategy", "sharding", sharding, ShardingOptions, "`ShardingOptions(...)`, or None")
         if shard_size not in ("auto", "all"):
             check_count("FTStrategy", "shard_size", shard_size, least=1)
+        check_count("FTStrategy", "tensor_parallel_size", tensor_parallel_size, least=1)
         self._shard_size = shard_size
+        self._tensor_parallel_size = tensor_parallel_size
         self._sharding_options = sharding
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self._policy = Policy.of(
@@ -160,6 +169,7 @@ class FTStrategy(LiveRanks):
         self.sharded: ShardedModule | None = None
         """The module, if it is sharded over several ranks."""
         self._sharding: ReplicaSharding | None = None
+        self._unloaded: tuple[Mapping[str, Any], bool] | None = None
         self._evaluation: ShardedEvaluation | None = None
         self._anew: BegunAnew | None = None
         self._live: LiveTraining | None = None
@@ -170,10 +180,11 @@ class FTStrategy(LiveRanks):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        slots = self._live.slots if self._live is not None else ()
-        if self.engine.slot in slots:
-            return {"num_replicas": len(slots), "rank": slots.index(self.engine.slot)}
-        return {"num_replicas": self.world_size, "rank": min(self.global_rank, self.world_size - 1)}
+        slots, own = self._live.slots if self._live is not None else (), DataShares(self.engine).own
+        if own in slots:
+            return {"num_replicas": len(slots), "rank": slots.index(own)}
+        count = self.world_size // self._tensor_parallel_size
+        return {"num_replicas": count, "rank": min(self.global_rank // self._tensor_parallel_size, count - 1)}
 
     @property
     def num_changes(self) -> int:
@@ -210,7 +221,8 @@ class FTStrategy(LiveRanks):
     @override
     def _configure_launcher(self) -> None:
         if self._shard_size != "auto":
-            self._divide_into_replicas(resolve_shard_size(self._shard_size, self.num_processes))
+            size = resolve_shard_size(self._shard_size, self.num_processes, self._tensor_parallel_size)
+            self._divide_into_replicas(size)
         check_combination(
             self._policy,
             num_nodes=self.num_nodes,
@@ -236,10 +248,12 @@ class FTStrategy(LiveRanks):
 
     def _divide_into_replicas(self, shard_size: int) -> None:
         # The only replica is whatever is alive, however many ranks that are: otherwise its first death would be its end.
-        is_all = self._shard_size == "all" or 1 < shard_size == self.num_processes
-        self._policy = replace(self._policy, shard_size="all" if is_all else shard_size)
+        # But what is divided by tensor parallelism can't be divided anew: then all begin again from the newest checkpoint.
+        rows = self._tensor_parallel_size
+        is_all = rows == 1 and (self._shard_size == "all" or 1 < shard_size == self.num_processes)
+        self._policy = replace(self._policy, shard_size="all" if is_all else shard_size, tensor_parallel_size=rows)
         if shard_size > 1:
-            self._sharding = ReplicaSharding(shard_size, self._sharding_options)
+            self._sharding = ReplicaSharding(shard_size, self._sharding_options, rows)
             if self._constant_batch:
                 raise MisconfigurationException(
                     f'`FTStrategy(shard_size={shard_size}, global_batch="constant")` is not supported: a replica of several'
@@ -251,7 +265,8 @@ class FTStrategy(LiveRanks):
         """Return the engine of this process, started at its first Trainer call, for a call of this strategy's."""
         if self._shard_size == "auto":
             assert self.lightning_module is not None
-            self._divide_into_replicas(self._resolve_shard_size(self.lightning_module, self.num_processes))
+            size = self._resolve_shard_size(self.lightning_module, self.num_processes)
+            self._divide_into_replicas(resolve_shard_size(size, self.num_processes, self._tensor_parallel_size))
         if environment is not None:
             self.engine = engine = LocalEngine.of_process(environment, self._policy, self._timeout)
             self.events = engine.events
@@ -278,7 +293,7 @@ class FTStrategy(LiveRanks):
             self._anew.continue_loggers(trainer, self.lightning_module)
         # Here, and not in `setup`: the module's own `setup` may ask for the loaders, or for their length.
         if self._sharding is not None:  # a module may shard itself, in `configure_model`
-            self.lightning_module._device_mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
+            self.lightning_module._device_mesh = replica_mesh(self.engine, self.root_device.type)
         self._live = LiveTraining(
             trainer,
             self.lightning_module,
@@ -309,7 +324,7 @@ class FTStrategy(LiveRanks):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        with explaining_dimensions(f"FTStrategy(shard_size={self._shard_size!r})"):
+        with explaining_dimensions(f"FTStrategy(shard_size={self._shard_size!r})"), self._at_its_ranks():
             yield
 
     @override
@@ -331,7 +346,7 @@ class FTStrategy(LiveRanks):
         else:
             self._shard(trainer, self._sharding, self._live)
         if self._anew is not None:
-            mesh = None if self.sharded is None else shard_mesh(self.engine.shard_group, self.root_device.type)
+            mesh = None if self.sharded is None else replica_mesh(self.engine, self.root_device.type)
             self._anew.give_back(self.lightning_module, mesh)
         if fitting:
             self._steps = self._make_steps(self._live)
@@ -355,14 +370,28 @@ class FTStrategy(LiveRanks):
     def _shard(self, trainer: Trainer, sharding: ReplicaSharding, live: LiveTraining) -> None:
         """Collective. Shard the module, and the copies that callbacks made of it."""
         assert self.lightning_module is not None
-        mesh = shard_mesh(self.engine.shard_group, self.root_device.type)
+        mesh = replica_mesh(self.engine, self.root_device.type)
         if self._is_joiner:
-            warm_up(mesh)
-        self.sharded = sharding.shard(self.lightning_module, mesh, self._make_alike)
-        sharding.shard_copies(trainer, self.lightning_module, mesh)
+            warm_up(self.engine.shard_group, mesh.device_type)
+        self.sharded = sharding.shard(self.lightning_module, mesh, self._make_alike, self._at_its_ranks)
+        if is_overridden("configure_model", self.lightning_module):
+            make_shards_alike(self.engine, list(self.lightning_module.parameters()))
+        unloaded, self._unloaded = self._unloaded, None
+        if unloaded is not None:
+            super().load_model_state_dict(*unloaded)
+        sharding.shard_copies(trainer, self.lightning_module, mesh, self._at_its_ranks)
         sharding.cancel_saves_on_exceptions(trainer)
         can_regroup = self._policy.shard_size != "all"
+        if self.engine.rows is not None:
+            can_regroup = False
+            draw_alike(self.engine.rows)
+            clip_shards_with(self.precision_plugin)
         self._evaluation = ShardedEvaluation(live, self.sharded, self.engine, self.collectives, can_regroup=can_regroup)
+
+    def _at_its_ranks(self) -> AbstractContextManager[None]:
+        if self._sharding is None:
+            return nullcontext()
+        return at_its_ranks(self.engine, replica_mesh(self.engine, self.root_device.type))
 
     def _make_steps(self, live: LiveTraining) -> TrainingSteps:
         assert self.model is not None
@@ -441,7 +470,8 @@ class FTStrategy(LiveRanks):
             dataloader = self._live.follow_loader(dataloader)
         else:
             self._live.shards.add(dataloader)
-            _auto_add_worker_init_fn(dataloader, self.global_rank)  # Lightning would, but sees no room for it afterwards
+            rank = self.global_rank // self._tensor_parallel_size
+            _auto_add_worker_init_fn(dataloader, rank)  # Lightning would, but sees no room for it afterwards
         shield_workers(dataloader)
         return dataloader
 
@@ -468,6 +498,15 @@ class FTStrategy(LiveRanks):
         if self._live.trainer.state.fn == TrainerFn.FITTING and not tuning.is_searching(self._live.trainer):
             self._resumed = (checkpoint_path, checkpoint.get(REFERENCE) or {}, checkpoint.get("global_step", 0))
         return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        module = self.lightning_module
+        is_ready = self.sharded is not None and self.sharded.module is module
+        if self._sharding is not None and is_overridden("configure_model", module) and not is_ready:
+            self._unloaded = checkpoint, strict  # until `setup` has it take whole tensors: it may be divided, or empty
+        else:
+            super().load_model_state_dict(checkpoint, strict)
 
     def _on_change(self, change: Change) -> None:
         self.set_world_ranks()

@@ -50,19 +50,25 @@ def whole_grad_norm(module: Module, norm_type: float | int | str, group_separato
 
 @torch.no_grad()
 def _norms(gradients: list[Tensor], order: float) -> list[Tensor]:
-    """Collective in the replica. All shards' parts travel in one message."""
+    """Collective in the replica. All parts of one kind of shards travel in one message."""
     norms = [local.norm(order) if (local := local_part(g)).numel() else local.new_zeros(()) for g in gradients]
-    sharded = [index for index, gradient in enumerate(gradients) if isinstance(gradient, DTensor)]
-    if sharded:
-        parts = torch.stack([norms[index].float() for index in sharded])
-        gradient = gradients[sharded[0]]
+    alike: dict[object, list[int]] = {}
+    for index, gradient in enumerate(gradients):
+        if isinstance(gradient, DTensor):
+            divided = tuple(not placement.is_replicate() for placement in gradient.placements)
+            alike.setdefault((gradient.device_mesh, divided), []).append(index)
+    for indices in alike.values():
+        parts = torch.stack([norms[index].float() for index in indices])
+        gradient = gradients[indices[0]]
         assert isinstance(gradient, DTensor)
-        group = gradient.device_mesh.get_group()
-        if math.isinf(order):
-            dist.all_reduce(parts, dist.ReduceOp.MAX, group)
-        else:
-            dist.all_reduce(parts.pow_(order), dist.ReduceOp.SUM, group)
+        if not math.isinf(order):
+            parts.pow_(order)
+        op = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
+        for dimension, placement in enumerate(gradient.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(parts, op, gradient.device_mesh.get_group(dimension))
+        if not math.isinf(order):
             parts.pow_(1.0 / order)
-        for index, norm in zip(sharded, parts, strict=True):
+        for index, norm in zip(indices, parts, strict=True):
             norms[index] = norm.to(norms[index].dtype)
     return norms

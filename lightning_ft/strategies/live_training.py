@@ -18,12 +18,13 @@ from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.replica import ReplicaLost
 from lightning_ft.events.log import EventLog
 from lightning_ft.loops import logged_results
-from lightning_ft.sharding.mesh import shard_mesh
+from lightning_ft.sharding.mesh import replica_mesh
 from lightning_ft.sharding.shard_tree import put_back, take_apart
 from lightning_ft.strategies import changing_modules, joining, leadership, own_results, rewinding, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.complete_evaluation import CompleteEvaluation
+from lightning_ft.strategies.data_shares import DataShares
 from lightning_ft.strategies.epoch_length import set_length, set_length_of_resumed, set_length_while_fetching
 from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.extra_passes import ExtraPasses
@@ -100,6 +101,7 @@ class LiveTraining:
         """The batches of missing replicas, if the global batch is constant."""
         if constant_batch:
             self.extra = ExtraPasses(trainer, pl_module, collectives, self._ghosts, self._batch.close, self._begin_ghost)
+        self._shares = DataShares(engine)
         self._slots: tuple[int, ...] = ()
         self._replayed: bool | None = None
         self._pause_agreed = False
@@ -114,7 +116,7 @@ class LiveTraining:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The slots among which data is divided, sorted.
+        """The slots among which data is divided, sorted; if slots share batches, the numbers of these shares.
 
         What all ranks agreed on, at the start or in a reduction, and not what this rank knows of the membership: it may
         learn of a death an operation earlier or later than others, and then they would divide differently.
@@ -123,7 +125,7 @@ class LiveTraining:
 
     def agree_on_slots(self) -> None:
         """Collective. Divide data among those that start this call together."""
-        self._slots = tuple(sorted(self._collectives.broadcast_object(list(self._engine.members))))
+        self._slots = self._shares.of(self._collectives.broadcast_object(list(self._engine.members)))
 
     def watch_evaluation(self) -> None:
         """Have others evaluate the share of a rank that dies in validation or test."""
@@ -174,7 +176,7 @@ class LiveTraining:
         is_there = self.has_received or not self._is_known_elsewhere
         if self.loader is not None and not self.loader.deferred and is_there:
             if self._is_unknown:
-                go_on_from_other_strategy(self.trainer, self.loader, self._engine.num_slots)
+                go_on_from_other_strategy(self.trainer, self.loader, self._shares.count)
             set_length_of_resumed(self.trainer, self.loader)
 
     def _survive(self, fit_loop: Any, memory: ReplicaMemory) -> None:
@@ -211,7 +213,7 @@ class LiveTraining:
         self.loader.deferred = True
         rewinding.take_back(self.trainer, state["training"])
         memory.restore(state)
-        self._divide_among(self._engine.members)
+        self._divide_among(self._shares.of(self._engine.members))
         self.loader.load_handed_out(state["loader"], self._slots)
         self._taken_back, self._handed_batch = state, state["batch"]
 
@@ -270,9 +272,10 @@ class LiveTraining:
         if reduced.stop:
             self.preemption.agree()
         self.preemption.has_trained = True
-        self._divide_among(reduced.members)
+        shares = self._shares.of(reduced.members)
+        self._divide_among(shares)
         if self.loader is not None:
-            done = self.loader.commit(reduced.members)
+            done = self.loader.commit(shares)
             if self.averages_anew:
                 self._forget_average(reduced.members)
             if self.extra is not None:
@@ -282,6 +285,7 @@ class LiveTraining:
             if isinstance(self.loader, StreamLoader) and not self.loader.remaining_steps:
                 self._end_streams(self.loader)
             set_length(self.trainer, self.loader)
+            done = {self._shares.first_slot(share): tickets for share, tickets in done.items()}
             self.commits.averaged(self.loader.plan.epoch, done, reduced.members)
 
     def _forget_average(self, members: Sequence[int]) -> None:
@@ -296,7 +300,7 @@ class LiveTraining:
 
     def _end_streams(self, loader: StreamLoader) -> None:
         """Say what is not trained in this epoch, since its slot is not back."""
-        left = loader.left_by(set(range(self._engine.num_slots)) - set(self._slots))
+        left = loader.left_by(set(range(self._shares.count)) - set(self._slots))
         if left and self._engine.rank == 0:
             self._events.emit("streams_left", epoch=loader.plan.epoch, batches=left)
             what = ", ".join(f"{'an unknown number' if n is None else n} of slot {slot}" for slot, n in left.items())
@@ -386,9 +390,10 @@ class LiveTraining:
         # reduction tells all of them alike.
         joined = self._engine.admit_joiners(self._hand_out) if self.memory is None else self._admit_to(self.memory)
         self.num_changes += bool(joined)
-        self._divide_among((*self._slots, *joined))
+        shares = self._shares.of(joined)
+        self._divide_among((*self._slots, *shares))
         if isinstance(self.loader, ElasticLoader) and joined:
-            self.loader.admit(joined)
+            self.loader.admit(list(shares))
             set_length(self.trainer, self.loader)
         self._events.emit("admitted", joined=joined, ms=round(1e3 * (time.monotonic() - started), 2))
 
@@ -414,7 +419,7 @@ class LiveTraining:
         return {
             "training": training,
             "loader": self.loader.state_dict(),
-            "slots": sorted({*self._slots, *joined}),
+            "slots": sorted({*self._slots, *self._shares.of(joined)}),
             "logger_versions": self._logger_versions,
             "collectives_inside": None if self.reducer is None else self.reducer.collectives_inside,
             "batch": self.batch,
@@ -454,7 +459,7 @@ class LiveTraining:
         if self.memory is not None:
             return {**self.memory.receive(state["moment"]), "slots": state["slots"]}
         if self._engine.replica.size > 1:
-            mesh = shard_mesh(self._engine.shard_group, self._pl_module.device.type)
+            mesh = replica_mesh(self._engine, self._pl_module.device.type)
             state["training"] = put_back(state["training"], mesh)
         return state
 
@@ -514,7 +519,7 @@ class LiveTraining:
         if slots != self._slots:
             self._slots = slots
             self.num_changes += 1
-            self.shards.follow(self.trainer, slots.index(self._engine.slot), len(slots))
+            self.shards.follow(self.trainer, slots.index(self._shares.own), len(slots))
 
 
 def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: bool, lacks_values: bool) -> None:

@@ -105,11 +105,13 @@ class ShardedEvaluation:
         self._sharded.hold()
 
     def _agree(self, number: int) -> int:
-        """Collective in the replica, if its ranks run this step together. Return the largest number that any has."""
-        if self._is_uneven or self._engine.replica.size == 1:
+        """Collective among those who run this step together. Return the largest number that any has."""
+        rows = self._engine.rows
+        group = self._engine.shard_group if not self._is_uneven else None if rows is None else rows.row
+        if group is None or self._engine.replica.size == 1:
             return number
         largest = torch.tensor(number)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, self._engine.shard_group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         return int(largest)
 
     @property

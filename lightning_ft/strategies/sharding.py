@@ -1,6 +1,7 @@
 """Shards the module of a Trainer call over the ranks of each replica, and what belongs to it: copies, optimizers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -25,11 +26,12 @@ from lightning_ft.strategies.sparse_gradients import sparse_parameters
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def resolve_shard_size(shard_size: int | str, num_devices: int) -> int:
+def resolve_shard_size(shard_size: int | str, num_devices: int, tensor_parallel_size: int = 1) -> int:
     """Return how many ranks a replica has.
 
     Raises:
-        MisconfigurationException: If the devices can't be divided into replicas of that size.
+        MisconfigurationException: If the devices can't be divided into replicas of that size, or these into rows of
+            ``tensor_parallel_size``.
 
     """
     size = num_devices if shard_size == "all" else 1 if shard_size == "auto" else int(shard_size)
@@ -38,6 +40,12 @@ def resolve_shard_size(shard_size: int | str, num_devices: int) -> int:
         raise MisconfigurationException(
             f"`FTStrategy(shard_size={size})` does not divide the {num_devices} devices. Use {', '.join(sizes[:-1])} or"
             f" {sizes[-1]}."
+        )
+    if size % tensor_parallel_size:
+        raise MisconfigurationException(
+            f"`FTStrategy(shard_size={shard_size!r}, tensor_parallel_size={tensor_parallel_size})`: the {size} ranks of a"
+            f" replica can't be divided into groups of {tensor_parallel_size} that work on one batch together. Use a"
+            f" `shard_size` of which it is a divisor, such as {size * tensor_parallel_size}."
         )
     return size
 
@@ -48,11 +56,13 @@ class ReplicaSharding:
     Args:
         shard_size: Ranks of a replica.
         options: What the user chose.
+        tensor_parallel_size: How many of them work on one batch together.
 
     """
 
-    def __init__(self, shard_size: int, options: ShardingOptions) -> None:
-        self._call = f"FTStrategy(shard_size={shard_size})"
+    def __init__(self, shard_size: int, options: ShardingOptions, tensor_parallel_size: int = 1) -> None:
+        more = f", tensor_parallel_size={tensor_parallel_size}" if tensor_parallel_size > 1 else ""
+        self._call = f"FTStrategy(shard_size={shard_size}{more})"
         self._options = options
 
     def cancel_saves_on_exceptions(self, trainer: Trainer) -> None:
@@ -65,13 +75,20 @@ class ReplicaSharding:
                     " exception no rank has the whole state. Save regularly: `AsyncCheckpoint(every_n_train_steps=...)`."
                 )
 
-    def shard(self, module: LightningModule, mesh: DeviceMesh, make_alike: MakeAlike) -> ShardedModule:
+    def shard(
+        self,
+        module: LightningModule,
+        mesh: DeviceMesh,
+        make_alike: MakeAlike,
+        entered: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> ShardedModule:
         """Collective. Shard ``module`` unless it is already, with the parameters and buffers of rank 0.
 
         Args:
             module: The module.
             mesh: Of this rank's replica.
             make_alike: Gives all ranks the tensors of rank 0.
+            entered: What is entered while torch shards a part of it.
 
         Raises:
             MisconfigurationException: If it can't be.
@@ -86,18 +103,25 @@ class ReplicaSharding:
         def prepare(unit: Unit) -> None:
             materialize(unit, device, make_alike)
             plain = [p for p in unit.parameters.values() if not isinstance(p, DTensor)]
-            make_alike([*plain, *(unit.module.buffers() if unit.module is module else ())])
+            buffers = unit.module.buffers() if unit.module is module else ()
+            make_alike([*plain, *(buffer for buffer in buffers if not isinstance(buffer, DTensor))])
 
-        apply_plan(units, mesh, self._options, prepare)
+        apply_plan(units, mesh, self._options, prepare, entered)
         sharded = ShardedModule(module, STEPS, may_gather_all=not by_hand)
         sharded.let_go()  # a call before this one may have left parameters gathered
         return sharded
 
-    def shard_copies(self, trainer: Trainer, module: LightningModule, mesh: DeviceMesh) -> None:
+    def shard_copies(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        mesh: DeviceMesh,
+        entered: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """Shard the copies that averaging callbacks made of ``module``, in the same way."""
         for copy in averaged_copies(trainer):
             by_hand = not module.automatic_optimization
-            apply_plan(plan_units(copy, self._options, by_hand=by_hand), mesh, self._options)
+            apply_plan(plan_units(copy, self._options, by_hand=by_hand), mesh, self._options, entered=entered)
 
     def take_in(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers load what was saved whole.

@@ -12,6 +12,7 @@ from lightning_ft.data.ending_workers import end_workers
 from lightning_ft.data.stream_reader import Stream
 from lightning_ft.data.workers import shield_workers, start_of_workers
 from lightning_ft.elastic.engine import Engine
+from lightning_ft.strategies.data_shares import DataShares
 from lightning_ft.strategies.evaluation import distributed_samplers, reshard
 
 
@@ -44,7 +45,8 @@ class StreamSources:
         self._combine = combine
         self._remake = remake
         self._shards = shards
-        self._numbered = engine.slot, engine.num_slots
+        shares = DataShares(engine)
+        self._home = self._numbered = shares.own, shares.count
         self._has_other_numbers = False
 
     def find(self, rank: int, num_ranks: int) -> Stream:
@@ -53,7 +55,7 @@ class StreamSources:
             self._numbered, self._has_other_numbers = (rank, num_ranks), True
         loaders = self._own
         if self._has_other_numbers:
-            if self._numbered != (self._engine.slot, self._engine.num_slots):
+            if self._numbered != self._home:
                 loaders = self._loaders_of(rank, num_ranks)
             for loader in loaders:
                 self._number(loader, rank, num_ranks)

@@ -15,6 +15,7 @@ from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.streams import StreamLoader
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange
+from lightning_ft.strategies.data_shares import DataShares
 from lightning_ft.strategies.evaluation import distributed_samplers, reshard
 from lightning_ft.strategies.joint_loaders import JointLoaders
 from lightning_ft.strategies.startup import StartupRecord
@@ -53,6 +54,7 @@ class TrainingData:
         self._constant_batch = constant_batch
         self._takes_over = takes_over
         self._remake: Callable[[], Any] | None = None
+        self._shares = DataShares(engine)
         self._joint: JointLoaders | None = None
         self.pause_agreed = False
         """Whether the ranks learned, when they told each other what batches they have, that somebody waits to join."""
@@ -64,9 +66,8 @@ class TrainingData:
         self._remake = request if source.is_module() else None
 
         def request_combined() -> CombinedLoader:
-            with self._engine.numbered_as(
-                self._engine.slot, self._engine.num_slots
-            ):  # what depends on the rank must be the same in its next incarnation
+            # What depends on the rank must be the same in its next incarnation.
+            with self._engine.numbered_as(self._shares.own, self._shares.count):
                 loaders = request()
             combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
             self._joint = JointLoaders(combined) if len(combined.flattened) > 1 else None
@@ -96,7 +97,7 @@ class TrainingData:
         return part, self._joint.stream
 
     def _make_elastic(self, dataloader: Any) -> ElasticLoader:
-        slot, num_slots = self._engine.slot, self._engine.num_slots
+        slot, num_slots = self._shares.own, self._shares.count
         loader = ElasticLoader(
             dataloader,
             slot,
@@ -114,8 +115,8 @@ class TrainingData:
         source = combine(loaders)
         return StreamLoader(
             source,
-            self._engine.slot,
-            self._engine.num_slots,
+            self._shares.own,
+            self._shares.count,
             self._current_epoch,
             exchange=self._exchange_offers,
             borrow=self._borrow,
@@ -127,10 +128,10 @@ class TrainingData:
 
     def _pin_to_slot(self, dataloader: Any) -> None:
         """Seed the workers by the slot, and have a sampler that Lightning made deal to slots: a rank may change."""
-        _auto_add_worker_init_fn(dataloader, self._engine.slot)
+        _auto_add_worker_init_fn(dataloader, self._shares.own)
         if self._trainer._accelerator_connector.use_distributed_sampler:
             for sampler in distributed_samplers(dataloader):
-                reshard(sampler, self._engine.slot, self._engine.num_slots)
+                reshard(sampler, self._shares.own, self._shares.count)
 
     @property
     def _limit(self) -> int | float:
@@ -149,7 +150,7 @@ class TrainingData:
         """Collective. Return the length of every slot's stream, or None if any has none."""
         packed = str(-1 if mine is None else mine).encode()
         lengths: dict[int, bytes] = self._startup.recall({}, lambda: self._exchange("length of a stream", packed)[0])
-        known = [int(lengths.get(slot, packed)) for slot in range(self._engine.num_slots)]
+        known = [int(lengths.get(share, packed)) for share in range(self._shares.count)]
         return None if min(known) < 0 else known
 
     def _exchange_offers(self, mine: bytes) -> dict[int, bytes]:
@@ -159,7 +160,7 @@ class TrainingData:
 
     def _borrow(self, batch: Any, lender: int) -> Any:
         """Collective. Return the batch of slot ``lender``, pickled as torch's object collectives are; None if it died."""
-        packed = pickle.dumps(batch) if lender == self._engine.slot else b""
+        packed = pickle.dumps(batch) if lender == self._shares.own else b""
 
         def body(exchange: Exchange) -> bytes:
             sizes = [int.from_bytes(row, "big") for row in exchange.inline]
@@ -174,11 +175,12 @@ class TrainingData:
         return pickle.loads(received) if received else None
 
     def _exchange(self, label: str, mine: bytes) -> tuple[dict[int, bytes], bool]:
-        """Collective. Return what each live slot says, and whether too few of them are left to go on."""
+        """Collective. Return what each live slot says, by its share, and whether too few of them are left to go on."""
 
         def body(exchange: Exchange) -> tuple[dict[int, bytes], bool]:
             slots = [self._engine.slot] if exchange.group is None else self._engine.members
-            return dict(zip(slots, exchange.inline, strict=True)), self._engine.hold
+            rows = zip(slots, exchange.inline, strict=True)
+            return {share: row for slot, row in rows for share in self._shares.of([slot])}, self._engine.hold
 
         return self._engine.run(label, body, inline=mine)
 

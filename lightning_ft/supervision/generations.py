@@ -39,6 +39,7 @@ class Generations:
     def __init__(self, roster: Roster) -> None:
         self._replicas = Replicas()  # of the members
         self._shard_size: ShardSize = 1
+        self._in_place = False
         self.is_ending = False  # a member completed the call: nobody can join any more
         self._roster = roster
         self._round = _Round()
@@ -57,11 +58,11 @@ class Generations:
         """The newest generation; 0 before the first one."""
         return self._round.number
 
-    def start(self, ranks: list[Rank], shard_size: ShardSize, *, anew: bool = False) -> list[Rank]:
+    def start(self, ranks: list[Rank], shard_size: ShardSize, *, anew: bool = False, in_place: bool = False) -> list[Rank]:
         """Begin a call with ``ranks`` as its members; return those that are too many for whole replicas."""
         self.is_ending = False
-        self._shard_size = shard_size
-        self._replicas.start([rank.slot for rank in ranks], shard_size, anew=anew)
+        self._shard_size, self._in_place = shard_size, in_place
+        self._replicas.start([rank.slot for rank in ranks], shard_size, anew=anew, in_place=in_place)
         self._errors.clear()
         self._dead.clear()
         self._due = "start"
@@ -89,7 +90,7 @@ class Generations:
 
     def _regroup(self) -> None:
         """Make replicas of orphans: they are in the same step as the members, and may well complete it with these."""
-        for replica in form({rank.slot: rank.shard for rank in self._roster.orphans()}, self._shard_size):
+        for replica in self._form(self._roster.orphans()):
             self._replicas.add(replica, self._shard_size)
             self._admit([self._roster.ranks[slot] for slot in replica], is_settled=True)
 
@@ -191,7 +192,10 @@ class Generations:
 
     def _joining(self) -> list[list[int]]:
         """Return the replicas that ranks make up which wait to be admitted."""
-        return [] if self.is_ending else form({rank.slot: rank.shard for rank in self._roster.waiting()}, self._shard_size)
+        return [] if self.is_ending else self._form(self._roster.waiting())
+
+    def _form(self, free: list[Rank]) -> list[list[int]]:
+        return form({rank.slot: rank.shard for rank in free}, self._shard_size, in_place=self._in_place)
 
     def _settle_failures(self, now: float) -> str | None:
         """Try again when every member failed."""

@@ -498,11 +498,14 @@ class Membership:
         self._step = self._step if anew else 0
         for rank in candidates:
             self._enter(rank, self._call, mode)
-        for rank in self._generations.start(candidates, self.policy.shard_size, anew=anew):
+        in_place = self.policy.tensor_parallel_size > 1
+        for rank in self._generations.start(candidates, self.policy.shard_size, anew=anew, in_place=in_place):
             self._roster.restart(rank)
         if not self.members:
             num_ranks = self.policy.shard_size
-            self._stop(f"Not enough ranks: {len(candidates)} alive, {num_ranks} hold a replica (`shard_size`).", now)
+            told = f"{len(candidates)} alive, {num_ranks} hold a replica (`shard_size`)"
+            told = f"of each {num_ranks} that are a replica together, some stay out" if in_place else told
+            self._stop(f"Not enough ranks: {told}.", now)
 
     def _candidates(self) -> list[Rank]:
         """Return those who start the next call together."""
@@ -528,6 +531,7 @@ class Membership:
                 self._enter(rank, call, "skip")
             elif call == self._call and fn == self._fn and not self._begins_anew:
                 free = [other.shard for other in self._roster.ranks.values() if other.is_free and not other.killed]
+                free = [] if self.policy.tensor_parallel_size > 1 else free  # it has its place
                 rank.shard = shard_for(rank.slot, free, self.policy.shard_size)
                 rank.phase = Phase.JOINING
                 self._enter(rank, call, "join")

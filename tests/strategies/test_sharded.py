@@ -172,7 +172,7 @@ def test_other_shards_than_those_of_the_replica_and_offloading_to_where_all_is_a
     with pytest.raises(MisconfigurationException, match=r"`net.0.weight`.*`FTStrategy\(shard_size=...\)`"):
         check_own_shards(Parallel(mesh), None, "FTStrategy(shard_size=1)")
     with (
-        pytest.raises(MisconfigurationException, match=r'another dimension than "data_parallel".*`ModelParallelStrategy`'),
+        pytest.raises(MisconfigurationException, match=r"a dimension that it does not have.*tensor_parallel_size=T\)`"),
         explaining_dimensions("FTStrategy(shard_size=2)"),
     ):
         mesh["tensor_parallel"]

@@ -1396,6 +1396,46 @@ def test_ranks_that_come_back_hold_the_shards_that_are_missing_whatever_their_sl
     assert sorted(job.last(slot, "enter")["shard"] for slot in (1, 3)) == [0, 1]
 
 
+def test_where_ranks_share_batches_slots_have_places_and_only_whole_replicas_come_back() -> None:
+    job = Job(6, shard_size=2, tensor_parallel_size=2)
+    job.train()
+    job.kill(0)
+    job.kill(3)
+    assert job.generations[-1]["replicas"] == [[4, 5]], "1 and 2 hold every shard, but were in the middle of two batches"
+    job.connect()
+    job.say(4, "progress", step=2)
+    assert job.doomed == [1, 2]
+    job.bury_doomed()
+    job.begin(1, 2, 3)
+    assert [job.last(slot, "enter")["shard"] for slot in (1, 2, 3)] == [1, 0, 1]
+    for slot in (1, 2):
+        job.say(slot, "join", call=0)
+    assert not job.has(4, "join_wanted", value=True)
+    job.say(3, "join", call=0)
+    for member in job.members:
+        job.say(member, "at_top", generation=job.number)
+    assert (job.generations[-1]["replicas"], job.reason) == ([[4, 5], [2, 3]], "join")
+
+
+def test_where_ranks_share_batches_the_call_begins_again_if_no_replica_is_whole() -> None:
+    job = Job(4, shard_size=2, tensor_parallel_size=2)
+    job.train()
+    job.kill(0)
+    job.kill(2)
+    assert job.doomed == [1, 3]
+    job.bury_doomed()
+    job.begin(3, 2, 1, 0)
+    assert (job.generations[-1]["replicas"], job.reason) == ([[0, 1], [2, 3]], "start")
+
+    job = Job(4, shard_size=2, tensor_parallel_size=2, max_restarts=0)
+    job.train()
+    job.kill(0, 2)
+    job.bury_doomed()
+    job.begin(1, 3)
+    job.bury_doomed()
+    assert job.finish == Finish(1, "Not enough ranks: of each 2 that are a replica together, some stay out.")
+
+
 def test_all_that_is_alive_is_the_replica_if_the_shards_are_as_many_as_that() -> None:
     job = Job(3, shard_size="all")
     job.train()

@@ -10,6 +10,8 @@ import torch.distributed.nn.functional as dist_nn
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchmetrics import MeanMetric
 from train import Model
 
@@ -181,6 +183,15 @@ class OneCycle(Model):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, int(self.trainer.estimated_stepping_batches))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class InTensorParallel(Model):
+    """Divides its layers among the ranks that work on one batch together."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None and not isinstance(self.net[0].weight, DTensor):
+            plan = {"0": ColwiseParallel(), "4": RowwiseParallel()}
+            parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
 
 class GathersInValidation(Model):
