@@ -18,7 +18,7 @@ from lightning_ft.elastic.engine import Change, Engine, SoloEngine
 from lightning_ft.elastic.replica import ReplicaLost
 from lightning_ft.events.log import EventLog
 from lightning_ft.loops import logged_results
-from lightning_ft.sharding.mesh import replica_mesh
+from lightning_ft.sharding.mesh import at_its_ranks, replica_mesh
 from lightning_ft.sharding.shard_tree import put_back, take_apart
 from lightning_ft.strategies import changing_modules, joining, leadership, own_results, rewinding, tuning
 from lightning_ft.strategies.buffers import BufferSync
@@ -460,7 +460,8 @@ class LiveTraining:
             return {**self.memory.receive(state["moment"]), "slots": state["slots"]}
         if self._engine.replica.size > 1:
             mesh = replica_mesh(self._engine, self._pl_module.device.type)
-            state["training"] = put_back(state["training"], mesh)
+            with at_its_ranks(self._engine, mesh):
+                state["training"] = put_back(state["training"], mesh)
         return state
 
     def _take_over(self) -> dict[str, Any]:
