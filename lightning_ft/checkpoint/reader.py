@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from lightning_ft.checkpoint.kept_copy import KeptCopy
 from lightning_ft.checkpoint.layout import HIDDEN_PREFIXES, MANIFEST, META, METADATA
 from lightning_ft.checkpoint.store_path import Place, StorePath, is_store, place
 from lightning_ft.checkpoint.verify import Share, Thoroughness, read_manifest, verify
@@ -194,8 +195,19 @@ def _candidate(path: Path, suffix: str) -> Candidate | None:
     return Candidate(os.fspath(path), manifest.created, manifest.step)
 
 
-def check(path: str, peers: ReadingRanks | None = None, thoroughness: Thoroughness = "full") -> None:
+def check(
+    path: str,
+    peers: ReadingRanks | None = None,
+    thoroughness: Thoroughness = "full",
+    copy: KeptCopy | None = None,
+) -> None:
     """Collective. Check one checkpoint; each rank reads its share.
+
+    Args:
+        path: The checkpoint.
+        peers: The ranks.
+        thoroughness: How much to read.
+        copy: Becomes one of it, if it is in a store.
 
     Raises:
         DamagedCheckpointError: On all ranks.
@@ -203,11 +215,14 @@ def check(path: str, peers: ReadingRanks | None = None, thoroughness: Thoroughne
 
     """
     peers = Alone() if peers is None else peers
-    problem = unreachable = None
+    problem = unreachable = manifest = None
+    copy = copy if is_store(path) else None
+    if copy is not None:
+        copy.begin()
     while True:
         total = peers.size
         try:
-            verify(path, thoroughness, Share(peers.rank, total))
+            manifest = verify(path, thoroughness, Share(peers.rank, total), copy)
         except DamagedCheckpointError as error:
             problem = error.reason
         except StoreUnreachableError as error:
@@ -219,19 +234,30 @@ def check(path: str, peers: ReadingRanks | None = None, thoroughness: Thoroughne
         if problem is not None:
             raise DamagedCheckpointError(path, problem)
         if peers.size == total:  # otherwise a rank died, and what it was to read nobody has
-            return
+            break
+    if copy is not None:
+        copy.finish(manifest)
 
 
 def newest_valid(
     dirpaths: Iterable[str | os.PathLike[str]],
     peers: ReadingRanks | None = None,
     thoroughness: Thoroughness = "full",
+    copy: KeptCopy | None = None,
 ) -> str | None:
-    """Collective. Return the newest intact checkpoint, after a warning for each newer one; None if there is none."""
+    """Collective. Return the newest intact checkpoint, after a warning for each newer one; None if there is none.
+
+    Args:
+        dirpaths: Where to look.
+        peers: The ranks.
+        thoroughness: How much to read.
+        copy: See :func:`check`.
+
+    """
     peers = Alone() if peers is None else peers
     for path in peers.broadcast(_list(dirpaths) if peers.rank == 0 else ()):
         try:
-            check(path, peers, thoroughness)
+            check(path, peers, thoroughness, copy)
         except DamagedCheckpointError as error:
             if peers.rank == 0:
                 log.warning("Passed over checkpoint %s: %s. Looking for the one before it.", path, error.reason)

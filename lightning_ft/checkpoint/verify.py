@@ -2,7 +2,7 @@
 
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +10,7 @@ from typing import Literal
 import xxhash
 
 from lightning_ft.checkpoint.dcp_reading import read_metadata, storage_files
+from lightning_ft.checkpoint.kept_copy import KeptCopy
 from lightning_ft.checkpoint.layout import MANIFEST, META, METADATA, FileEntry, Manifest, rank_section_name
 from lightning_ft.checkpoint.store_path import Place, place
 from lightning_ft.errors import DamagedCheckpointError, MalformedStateError, StoreUnreachableError
@@ -62,13 +63,19 @@ def read_manifest(directory: str | os.PathLike[str]) -> Manifest:
         raise DamagedCheckpointError(os.fspath(directory), _reason(error)) from error
 
 
-def verify(path: str | os.PathLike[str], thoroughness: Thoroughness = "full", share: Share = Share()) -> Manifest | None:
+def verify(
+    path: str | os.PathLike[str],
+    thoroughness: Thoroughness = "full",
+    share: Share = Share(),
+    copy: KeptCopy | None = None,
+) -> Manifest | None:
     """Check a checkpoint: one of ours, another distributed checkpoint of torch, or a single file.
 
     Args:
         path: The checkpoint.
         thoroughness: How much to read.
         share: Which part of the files to check; all of them together are the check.
+        copy: Gets what is read, if there is room.
 
     Returns:
         The manifest; None if the checkpoint has none, because Lightning or torch wrote it. There are no checksums then,
@@ -92,7 +99,8 @@ def verify(path: str | os.PathLike[str], thoroughness: Thoroughness = "full", sh
             _check_foreign(where)
             return None
         manifest = read_manifest(where)
-        _check_entries(where / manifest.data, share.of(manifest.files), thoroughness)
+        copy = copy if copy is not None and copy.has_room(manifest) else None
+        _check_entries(where / manifest.data, share.of(manifest.files), thoroughness, copy)
     except (OSError, MalformedStateError) as error:
         raise DamagedCheckpointError(os.fspath(path), _reason(error)) from error
     return manifest
@@ -128,14 +136,16 @@ def damage(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
-def _check_entries(directory: Place, entries: Sequence[FileEntry], thoroughness: Thoroughness) -> None:
+def _check_entries(
+    directory: Place, entries: Sequence[FileEntry], thoroughness: Thoroughness, copy: KeptCopy | None
+) -> None:
     workers = min(8, os.cpu_count() or 1, max(1, len(entries)))
     with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(lambda entry: _check_entry(directory, entry, thoroughness), entries):
+        for _ in pool.map(lambda entry: _check_entry(directory, entry, thoroughness, copy), entries):
             pass
 
 
-def _check_entry(directory: Place, entry: FileEntry, thoroughness: Thoroughness) -> None:
+def _check_entry(directory: Place, entry: FileEntry, thoroughness: Thoroughness, copy: KeptCopy | None) -> None:
     path = directory / entry.path
     try:
         size = path.stat().st_size
@@ -143,17 +153,23 @@ def _check_entry(directory: Place, entry: FileEntry, thoroughness: Thoroughness)
         raise MalformedStateError(f"{entry.path} is missing") from None
     if size != entry.size:
         raise MalformedStateError(f"{entry.path} has {size} bytes instead of {entry.size}")
-    if (thoroughness == "full" or size <= _SMALL) and checksum(path) != entry.xxh3:
+    take = _ignore if copy is None else copy.receiver(entry.path)
+    if (thoroughness == "full" or size <= _SMALL) and checksum(path, take) != entry.xxh3:
         raise MalformedStateError(f"{entry.path} has another content than when it was written")
 
 
-def checksum(path: Place) -> str:
-    """Return the XXH3-64 of a file, in hexadecimal."""
+def _ignore(block: memoryview) -> None:
+    """What is read is wanted for nothing else."""
+
+
+def checksum(path: Place, take: Callable[[memoryview], None] = _ignore) -> str:
+    """Return the XXH3-64 of a file, in hexadecimal; ``take`` gets its blocks, too."""
     digest = xxhash.xxh3_64()
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while length := file.readinto(block):  # type: ignore[attr-defined]
             digest.update(block[:length])
+            take(block[:length])
     return digest.hexdigest()
 
 

@@ -496,7 +496,8 @@ class FTStrategy(LiveRanks):
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         if self._live.trainer.state.fn == TrainerFn.FITTING and not tuning.is_searching(self._live.trainer):
-            self._resumed = (checkpoint_path, checkpoint.get(REFERENCE) or {}, checkpoint.get("global_step", 0))
+            path = VerifiedResume.of(self._live.trainer).loading or checkpoint_path
+            self._resumed = (path, checkpoint.get(REFERENCE) or {}, checkpoint.get("global_step", 0))
         return checkpoint
 
     @override

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.migration import migrate_checkpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_ft.checkpoint.kept_copy import KeptCopy
 from lightning_ft.checkpoint.leftovers import collect, discard
 from lightning_ft.checkpoint.lightning_dict import read_checkpoint, restore_tensors
 from lightning_ft.checkpoint.reader import DefaultGroup, candidates, check, newest_valid
@@ -42,6 +43,8 @@ class VerifiedResume:
         self._newest: set[str] = set()
         self.chosen: str | None = None
         """What the last call loaded as the newest intact one, without having been given its path."""
+        self.loading: str | None = None
+        """The checkpoint that is being loaded, by its own path though a copy of it is read."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> "VerifiedResume":
@@ -91,19 +94,36 @@ class VerifiedResume:
             for directory in directories:
                 with suppress(StoreUnreachableError):  # whoever reads or saves there tells
                     collect(directory)
+        copy = KeptCopy(ranks)
+        try:
+            self.loading = path = self._verified(path, directories, newest, ranks, copy)
+            self._load(path, weights_only, copy)
+            if copy.directory is not None:
+                ranks.first_problem(None)  # all have read it
+        finally:
+            self.loading = None
+            copy.close()
+
+    def _verified(
+        self, path: str | None, directories: dict[str, bool], newest: set[str], ranks: DefaultGroup, copy: KeptCopy
+    ) -> str | None:
+        """Collective. Return what is loaded, once it is known to be intact."""
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
         if path is None:
-            path = self.chosen = self._choose(directories, ranks) if fitting and self._trainer.global_step == 0 else None
+            path = self.chosen = (
+                self._choose(directories, ranks, copy) if fitting and self._trainer.global_step == 0 else None
+            )
         elif path in newest:
-            path = self.chosen = _newest_of(path, directories, ranks)
+            path = self.chosen = _newest_of(path, directories, ranks, copy)
         elif ranks.broadcast(place(path).exists()):  # otherwise Lightning says what it says
-            _check_asked(path, ranks)
+            _check_asked(path, ranks, copy)
         if path is not None and fitting and ranks.rank == 0:
             _finish_removals(place(path), directories)
-        self._load(path, weights_only)
+        return path
 
-    def _choose(self, directories: dict[str, bool], ranks: DefaultGroup) -> str | None:
+    def _choose(self, directories: dict[str, bool], ranks: DefaultGroup, copy: KeptCopy) -> str | None:
         searched = [directory for directory, auto in directories.items() if auto]
-        path = newest_valid(searched, ranks) if searched else None
+        path = newest_valid(searched, ranks, copy=copy) if searched else None
         if searched and path is None:
             places = " or ".join(searched)
             if ranks.broadcast(any(candidates(directory) for directory in searched)):
@@ -112,14 +132,15 @@ class VerifiedResume:
                 rank_zero_info(f"There is no checkpoint in {places}: training starts from the beginning.")
         return path
 
-    def _load(self, path: str | None, weights_only: bool | None) -> None:
+    def _load(self, path: str | None, weights_only: bool | None, copy: KeptCopy) -> None:
         strategy = self._trainer.strategy
         own = type(strategy).load_checkpoint is not Strategy.load_checkpoint
         if path is None:
             self._resume_start(path, weights_only)
             return
+        source = path if copy.directory is None else os.fspath(copy.directory)
         if own or not place(path).is_dir():
-            with readable(self._trainer, path) as where:
+            with readable(self._trainer, source) as where:
                 self._resume_start(where, weights_only)
                 if isinstance(strategy, ModelParallelStrategy) and place(where).is_dir():
                     self._connector._loaded_checkpoint = restore_tensors(self._connector._loaded_checkpoint, where)
@@ -127,21 +148,22 @@ class VerifiedResume:
             return
         rank_zero_info(f"Restoring states from the checkpoint path at {path}")
         self._connector._ckpt_path = path
-        self._connector._loaded_checkpoint, _ = migrate_checkpoint(read_checkpoint(path, weights_only))
+        self._connector._loaded_checkpoint, _ = migrate_checkpoint(read_checkpoint(source, weights_only))
 
 
-def _check_asked(path: str, ranks: DefaultGroup) -> None:
+def _check_asked(path: str, ranks: DefaultGroup, copy: KeptCopy) -> None:
     """Collective. Have nothing loaded from a checkpoint that is damaged, and say which one could be."""
     try:
-        check(path, ranks)
+        check(path, ranks, copy=copy)
     except DamagedCheckpointError as error:
         beside = newest_valid([place(path).parent], ranks)
         raise DamagedCheckpointError(path, error.reason, beside) from None
 
 
-def _newest_of(path: str, directories: Iterable[str], ranks: DefaultGroup) -> str:
+def _newest_of(path: str, directories: Iterable[str], ranks: DefaultGroup, copy: KeptCopy) -> str:
     """Collective. Return the newest intact checkpoint; ``path`` is the newest one, intact or not."""
-    found = newest_valid(directories if is_store(path) else {os.path.dirname(path), *directories}, ranks)
+    searched = directories if is_store(path) else {os.path.dirname(path), *directories}
+    found = newest_valid(searched, ranks, copy=copy)
     if found is None:
         raise DamagedCheckpointError(path, "none beside it is intact either, as the warnings above say")
     return found

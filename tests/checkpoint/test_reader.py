@@ -101,9 +101,11 @@ def test_all_ranks_find_the_same_whichever_of_them_sees_the_damage(
     read: list[tuple[str, int]] = []
     from lightning_ft.checkpoint import verify
 
-    def count(directory: Path, entry: Any, thoroughness: Any, check_entry: Any = verify._check_entry) -> None:
+    check_entry = verify._check_entry
+
+    def count(directory: Path, entry: Any, *rest: Any) -> None:
         read.append((directory.name, entry.size))
-        check_entry(directory, entry, thoroughness)
+        check_entry(directory, entry, *rest)
 
     monkeypatch.setattr(verify, "_check_entry", count)
     table = Table(3)

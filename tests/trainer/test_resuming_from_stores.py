@@ -1,6 +1,7 @@
 """Trainers that save in stores and resume from there; S3 is a real server."""
 
 import json
+import shutil
 import tempfile
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -133,18 +134,29 @@ def test_a_fit_resumes_from_a_store_bit_for_bit(
     assert {path.name for path in tmp_path.iterdir()} == set()
 
 
-def test_a_strategy_that_reads_file_systems_only_resumes_from_a_store_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("strategy", [SingleDeviceStrategy, FTStrategy, SoloModelParallelStrategy])
+def test_a_resumption_reads_a_store_once_where_there_is_room_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: type[Strategy]
 ) -> None:
+    opened: list[str] = []
+    really_open = StorePath.open
+    monkeypatch.setattr(
+        StorePath, "open", lambda self, *args, **how: opened.append(self.name) or really_open(self, *args, **how)
+    )
     (tmp_path / "copies").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
     store = f"memory://{tmp_path.name}/run"
-    whole, _ = fit(tmp_path, 3, ModelCheckpoint(tmp_path / "whole"), strategy=SoloModelParallelStrategy())
-    fit(tmp_path, 2, AsyncCheckpoint(store), strategy=SoloModelParallelStrategy())
-    resumed, trainer = fit(tmp_path, 3, AsyncCheckpoint(store, resume="auto"), strategy=SoloModelParallelStrategy())
-    assert trainer.global_step == 12
-    assert_equal(resumed, whole)
-    assert list((tmp_path / "copies").iterdir()) == []
+    whole, _ = fit(tmp_path, 3, ModelCheckpoint(tmp_path / "whole"), strategy=strategy())
+    fit(tmp_path, 2, AsyncCheckpoint(store), strategy=strategy())
+    (saved,) = candidates(store)
+    for free, times in ((1 << 40, 1), (0, 2)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
+        opened.clear()
+        resumed, trainer = fit(tmp_path, 3, AsyncCheckpoint(tmp_path / "b"), ckpt_path=saved.path, strategy=strategy())
+        assert (trainer.global_step, trainer.ckpt_path) == (12, saved.path)
+        assert_equal(resumed, whole)
+        assert (opened.count("__0_0.distcp"), opened.count("meta.pt")) == (times, times)
+        assert list((tmp_path / "copies").iterdir()) == []
 
 
 def test_a_fit_that_goes_on_elsewhere_leaves_alone_what_it_came_from(tmp_path: Path, bucket: str) -> None:
