@@ -3,7 +3,7 @@
     python -m benchmarks.rerun --faults 1000
     python -m benchmarks.rerun --faults 36 --ranks 3
     python -m benchmarks.rerun --faults 36 --ranks 4 --shard-size 2
-    python -m benchmarks.rerun --faults 0 --overhead-rounds 2
+    python -m benchmarks.rerun --faults 0 --overhead-blocks 40
 
 ``injected`` faults go wrong in loss, gradient, activation or batch: NaN, infinity, times a million, a flipped bit of the
 exponent; in one run of a step or in each; with 1 and 3 batches a step, in float32, bfloat16 and float16 with a GradScaler.
@@ -18,7 +18,6 @@ import argparse
 import json
 import logging
 import random
-import statistics
 import sys
 import warnings
 from typing import Any
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks import step_overhead
 from lightning_ft.callbacks import RerunValidation
 from lightning_ft.rerun.states import RerunDiagnostic
 from lightning_ft.testing import Corruption, Corruptions
@@ -174,17 +172,6 @@ def only_transient(faults: list[Corruption], accumulate: int) -> tuple[list[Corr
     return chosen, max((fault.batch_idx // accumulate for fault in chosen), default=0) + 5
 
 
-def overhead(rounds: int, devices: int) -> dict[str, float]:
-    """Return how long a step takes with validation, over one without."""
-    durations: dict[str, list[float]] = {"ft": [], "rerun": []}
-    for number in range(rounds):
-        for name in ("ft", "rerun") if number % 2 else ("rerun", "ft"):
-            more = ["--rerun"] if name == "rerun" else []
-            durations[name] += step_overhead.run("ft", "10M", 60, devices, 1, more)
-    medians = {name: statistics.median(values) for name, values in durations.items()}
-    return {"overhead_10M": round(medians["rerun"] / medians["ft"], 4), "ms": round(1e3 * medians["ft"], 2)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=1000)
@@ -192,7 +179,7 @@ def main() -> None:
     parser.add_argument("--shard-size", type=int, default=1, help="Ranks that share a copy of the model.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--alarm-seeds", type=int, default=0, help="Clean runs of each training, for false alarms.")
-    parser.add_argument("--overhead-rounds", type=int, default=0)
+    parser.add_argument("--overhead-blocks", type=int, default=0, help="Ten validated steps each.")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_ft"):
@@ -209,8 +196,10 @@ def main() -> None:
         from benchmarks import false_alarms
 
         result["false_alarms"] = false_alarms.measure(options.alarm_seeds, 2000)
-    if options.overhead_rounds:
-        result |= overhead(options.overhead_rounds, 2)
+    if options.overhead_blocks:
+        from benchmarks import rerun_overhead
+
+        result |= rerun_overhead.measure("10M", options.overhead_blocks, options.shard_size)
     json.dump(result, sys.stdout, indent=2)
     print()
 

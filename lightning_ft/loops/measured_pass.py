@@ -25,4 +25,6 @@ def measure_pass(
     losses = [(i, m.loss) for i, m in enumerate(micro_batches) if m.is_own and m.loss is not None]
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     scale = None if scaler is None else float(scaler.get_scale())
-    return measure(losses, gradient_norm(pl_module.parameters()), own_norm, scale)
+    # FTStrategy may know it already, from when it waited for messages.
+    norm = getattr(trainer.strategy, "take_average_norm", lambda: None)()
+    return measure(losses, gradient_norm(pl_module.parameters()) if norm is None else norm, own_norm, scale)

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -17,21 +17,34 @@ T = TypeVar("T")
 
 
 class OwnGradient:
-    """Measures each gradient as soon as backward has added to it, which is before any strategy averages it.
+    """Measures gradients before any strategy averages them.
+
+    FTStrategy keeps them until they are averaged, and waits meanwhile, which is the time to measure them. Under others each
+    is measured as soon as backward has added to it.
 
     Args:
+        trainer: The trainer, in a fit.
         pl_module: Its parameters; where they are sharded no rank has a gradient of its own.
 
     """
 
-    def __init__(self, pl_module: LightningModule) -> None:
+    def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pl_module = pl_module
         self._handles: dict[Parameter, RemovableHandle] = {}
         self._norms: dict[Parameter, Tensor] = {}
         self._is_measuring = False
+        self._is_over = False
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
+        look_with = getattr(trainer.strategy, "look_at_own_gradients_with", None)
+        self._look_with: Callable[[Callable[[], None] | None], None] | None = None if is_sharded else look_with
+        if self._look_with is not None:
+            self._look_with(self._look)
 
     def close(self) -> None:
-        """Take the hooks off the parameters. May be called twice."""
+        """Take the hooks off. May be called twice."""
+        if self._look_with is not None:
+            self._look_with(None)
+            self._look_with = None
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -49,17 +62,23 @@ class OwnGradient:
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure in the pass inside, which is the last one of a step."""
-        self._follow()
+        if self._look_with is None:
+            self._follow()
         self._norms.clear()
-        self._is_measuring = True
+        self._is_measuring, self._is_over = True, False
         try:
             yield
+            if self._look_with is not None and not self._is_over:
+                self._look()  # nothing was averaged
         finally:
             self._is_measuring = False
 
     @property
     def norm(self) -> Tensor | None:
-        """The norm of the step's gradients that its last pass added to; None if it added to none."""
+        """The norm of the step's gradients; None if there are none.
+
+        Where each is measured after backward: of those that the last pass added to.
+        """
         return torch.stack(list(self._norms.values())).norm() if self._norms else None
 
     def _follow(self) -> None:
@@ -68,8 +87,19 @@ class OwnGradient:
             if parameter.requires_grad and parameter not in self._handles and not isinstance(parameter, DTensor):
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    @torch.no_grad()
+    def _look(self) -> None:
+        if self._is_measuring:
+            for parameter in self._pl_module.parameters():
+                if parameter.requires_grad:
+                    self._measure(parameter)
+            self._is_over = True
+
     def _on_gradient(self, parameter: Tensor) -> None:
-        if self._is_measuring and parameter.grad is not None:
+        if self._is_measuring:
             assert isinstance(parameter, Parameter)
+            self._measure(parameter)
+
+    @torch.no_grad()
+    def _measure(self, parameter: Parameter) -> None:
+        if parameter.grad is not None:
             self._norms[parameter] = norm_of(parameter.grad)

@@ -69,7 +69,7 @@ class ValidatedSteps:
         """Asks another device in place of the other replicas."""
         machine.second_opinion = self._opinion
         self.window = StepWindow(trainer, pl_module, self._begin, machine.abandon)
-        self._own_gradient = OwnGradient(pl_module) if trainer.num_devices * trainer.num_nodes > 1 else None
+        self._own_gradient = OwnGradient(trainer, pl_module) if trainer.num_devices * trainer.num_nodes > 1 else None
         self._peers = PeerOpinion(trainer, pl_module, self.window, machine, values, self._own_gradient)
         self._rolling: RollingReplay | None = None
         if replay is not None:

@@ -648,6 +648,19 @@ class FTStrategy(LiveRanks):
         assert self._steps is not None
         self._steps.checked = check
 
+    def look_at_own_gradients_with(self, look: Callable[[], None] | None) -> None:
+        """Have ``look`` called in each reduction of a module that is not sharded, while its messages are under way.
+
+        ``p.grad`` is this rank's own then, of all batches of the step.
+        """
+        if self._steps is not None:
+            self._steps.look_with(look)
+
+    def take_average_norm(self) -> Tensor | None:
+        """Return, once for each reduction that was looked at, the norm of the gradient; None if it is not known."""
+        assert self._steps is not None
+        return self._steps.take_average_norm()
+
     @contextmanager
     def aside(self) -> Generator[None, None, None]:
         """While this is entered, passes are nobody's: nothing is counted, nor averaged over replicas, no gradient stays.

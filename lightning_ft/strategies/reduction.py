@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 from lightning_ft.elastic.groups import Group, Work
+from lightning_ft.strategies.average_norm import AverageNorm
 from lightning_ft.strategies.buckets import Bucket, Layout, as_gradient, local_part
 from lightning_ft.strategies.sparse_gradients import no_rows, sum_rows, write_rows
 
@@ -105,6 +106,13 @@ class GradientReducer:
         """
         self.covers: Callable[[Collection[int]], bool] = lambda members: True
         """Whether the gradients of these slots are all that the step is to have; otherwise nothing is averaged."""
+        self.while_reducing: Callable[[], None] | None = None
+        """Called in each reduction, once its messages are under way: ``p.grad`` is this rank's own gradient then.
+
+        As long as it is there, the norm of averages is measured, too.
+        """
+        self.average_norm = AverageNorm()
+        """Of the newest average."""
         self.is_armed = False
         self._pending: PendingExchange | None = None
         self._group: Group | None = None
@@ -112,6 +120,7 @@ class GradientReducer:
         self._error: RuntimeError | None = None
         self._in_ghost = False
         self._changed_late = False
+        self._is_shown = False
         self.follow(parameters)
 
     @property
@@ -166,7 +175,7 @@ class GradientReducer:
         self._weight, self._label = weight, label
         self._inline = FLAGS.pack(self._engine.join_wanted, stop, weight, total)
         self._completed = self._engine.completed
-        self.is_armed = True
+        self.is_armed, self._is_shown = True, False
         if self.collectives_inside is False:
             self._pending = self._engine.open(label, size=self._num_bytes, inline=self._inline)
         if self._spare is not None:
@@ -186,9 +195,8 @@ class GradientReducer:
         result = self._engine.run(self._label, self._reduce, size=self._num_bytes, inline=self._inline, opened=pending)
         if not result["is_whole"]:
             return replace(learned(result), is_whole=False)
-        for bucket, flat in zip(self._buckets, result["buckets"], strict=True):
-            if flat is not bucket.flat:  # received from a rank that completed this reduction
-                bucket.flat.copy_(flat)
+        self._show_own()  # if nothing was sent, or this rank failed in it
+        self._hold(result["buckets"])
         if self._buckets and not self._engine.alone:
             self._write_back(set(result["untouched"]))
             for parameter, (rows, values) in zip(self._layouts[-1].sparse, result["sparse"], strict=True):
@@ -259,6 +267,7 @@ class GradientReducer:
         self._works = []
         self._error = None
         self._changed_late = False  # whatever is filled from now on is whole
+        self.average_norm.forget()
 
     def _averaging_ranks(self, exchange: Exchange | PendingExchange) -> tuple[Group | None, int]:
         """Return the group over which buckets are averaged, and its size."""
@@ -304,6 +313,8 @@ class GradientReducer:
             if weight not in (0, total):  # the mean is over the micro-batches that count, not over all ranks
                 for tensor in (*(bucket.gradients for bucket in self._buckets), *(values for _, values in sparse)):
                     tensor.mul_(total / weight)
+                for index in range(len(self._buckets)):
+                    self._measure(index)
             if weight == 0:
                 # Whoever had a batch died. Optimizers are stepped all the same, and find the gradients that they would.
                 touched = torch.tensor([float(uses.in_ghost) for uses in self._uses])
@@ -335,12 +346,30 @@ class GradientReducer:
         """Return how many ranks used each parameter and, last, did so in time; empty if all ranks did."""
         while len(self._works) < len(self._buckets):
             self._launch(group, size)
-        for work in self._works:
+        self._show_own()
+        for index, work in enumerate(self._works):
             work.wait()
+            self._measure(index)  # while later ones are under way
         if not self._buckets or self._buckets[-1].flags.min() >= size:
             return []
         counts: list[float] = self._buckets[-1].flags.tolist()
         return counts
+
+    def _hold(self, flats: Sequence[Tensor]) -> None:
+        """Let the buckets hold the averages, also if another rank has completed the reduction."""
+        for index, (bucket, flat) in enumerate(zip(self._buckets, flats, strict=True)):
+            if flat is not bucket.flat:
+                bucket.flat.copy_(flat)
+                self._measure(index)
+
+    def _show_own(self) -> None:
+        if self.while_reducing is not None and not self._is_shown:
+            self.while_reducing()
+        self._is_shown = True
+
+    def _measure(self, index: int) -> None:
+        if self.while_reducing is not None:
+            self.average_norm.add(index, self._buckets[index].gradients)
 
     @torch.no_grad()  # with `create_graph=True` gradients have a graph of their own
     def _write_back(self, untouched: set[int]) -> None:
@@ -357,6 +386,8 @@ class GradientReducer:
                 for parameter, view in averages:
                     if parameter.grad is None:  # used by another rank only
                         parameter.grad = as_gradient(parameter, view.clone())
+        if not kept:
+            self.average_norm.is_of(self._parameters)
 
 
 def _are_same(some: list[Parameter], others: list[Parameter]) -> bool:

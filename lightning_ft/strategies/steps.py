@@ -99,6 +99,14 @@ class TrainingSteps:
         """Whether every optimizer step follows from one reduction."""
         return self._pl_module.automatic_optimization and not self._pl_module.trainer.fit_loop._skip_backward
 
+    def look_with(self, look: Callable[[], None] | None) -> None:
+        """Have ``look`` called while gradients are reduced."""
+        self._reducer.while_reducing = look
+
+    def take_average_norm(self) -> Tensor | None:
+        """Return, once, the norm of the averaged gradient, if it was looked at and is what it was."""
+        return self._reducer.average_norm.take(self._pl_module.parameters())
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Let passes be nobody's: their gradients do not stay, and nothing of them is counted or averaged."""

@@ -94,7 +94,8 @@ def use_a_layer_more_often(engine: LocalEngine) -> list:
     first, last = nn.Linear(4, 4), nn.Linear(4, 1)
     parameters = [*first.parameters(), *last.parameters()]
     reducer = GradientReducer(parameters, engine, bucket_bytes=1)
-    gradients = []
+    gradients, own, average = [], [], []
+    reducer.while_reducing = lambda: own.append(norm_of_all(parameters))
     for step, uses in enumerate([(1, 1), (1, 2), (3, 1)]):  # by rank
         for parameter in parameters:
             parameter.grad = None
@@ -102,30 +103,43 @@ def use_a_layer_more_often(engine: LocalEngine) -> list:
         for _ in range(uses[engine.rank]):
             last(first(torch.full((2, 4), 1.0 + engine.rank + step))).square().mean().backward()
         reducer.finish()
+        average.append(float(reducer.average_norm.take(parameters)))
         gradients.append([parameter.grad.tolist() for parameter in parameters])
         engine.report_progress(step + 1)
-    return gradients
+    return [gradients, average, own]
+
+
+def norm_of_all(parameters: list[nn.Parameter]) -> float:
+    return float(torch.stack([parameter.grad.norm() for parameter in parameters]).norm())
 
 
 def test_gradient_that_one_rank_adds_to_after_its_reduction_had_begun_is_reduced_again_on_all():
     results = run_ranks(use_a_layer_more_often, 2)
-    assert results[0] == results[1]
+    assert results[0][:2] == results[1][:2]
     torch.manual_seed(0)
     first, last = nn.Linear(4, 4), nn.Linear(4, 1)
+    parameters = [*first.parameters(), *last.parameters()]
     for step, uses in enumerate([(1, 1), (1, 2), (3, 1)]):
-        first.zero_grad()
-        last.zero_grad()
+        own = []
         for rank in range(2):
+            first.zero_grad()
+            last.zero_grad()
             for _ in range(uses[rank]):
-                (last(first(torch.full((2, 4), 1.0 + rank + step))).square().mean() / 2).backward()
-        for parameter, reduced in zip([*first.parameters(), *last.parameters()], results[0][step], strict=True):
+                last(first(torch.full((2, 4), 1.0 + rank + step))).square().mean().backward()
+            own.append([parameter.grad for parameter in parameters])
+            assert results[rank][2][step] == pytest.approx(norm_of_all(parameters))  # it was looked at before, and once
+        for parameter, reduced, one, other in zip(parameters, results[0][0][step], *own, strict=True):
+            parameter.grad = (one + other) / 2
             torch.testing.assert_close(parameter.grad, torch.tensor(reduced))
+        assert results[0][1][step] == pytest.approx(norm_of_all(parameters))
+    assert [len(looks) for _, _, looks in results] == [3, 3]
 
 
 def use_a_layer_now_and_then(engine: LocalEngine) -> list:
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)])
     reducer = GradientReducer(layers.parameters(), engine, bucket_bytes=1)
+    reducer.while_reducing = lambda: None
     told = []
     for step, used in enumerate([(0, 2), (0, 1, 2), (0, 2), (0, 1, 2) if engine.rank else (0, 2)]):
         layers.zero_grad()
@@ -136,6 +150,7 @@ def use_a_layer_now_and_then(engine: LocalEngine) -> list:
         x.sum().backward()
         unused = reducer.finish().unused
         told.append([[layer.weight.grad is not None, layer.weight in unused] for layer in layers])
+        told[-1].append(reducer.average_norm.take(layers.parameters()) is not None)
         engine.report_progress(step + 1)
     return [told, [layer.weight.grad.tolist() for layer in layers]]
 
@@ -144,7 +159,13 @@ def test_layer_that_some_steps_or_some_ranks_do_not_use_has_a_gradient_where_any
     results = run_ranks(use_a_layer_now_and_then, 2)
     assert results[0] == results[1]
     used, unused, unused_by_one = [True, False], [False, True], [True, True]
-    assert results[0][0] == [[used, layer, used] for layer in (unused, used, unused, unused_by_one)]
+    # The norm is known if the gradients are what was averaged, and no others.
+    assert results[0][0] == [
+        [used, unused, used, False],
+        [used, used, used, True],
+        [used, unused, used, False],
+        [used, unused_by_one, used, True],
+    ]
 
 
 def freeze_and_add(engine: LocalEngine | None) -> list:
