@@ -1,9 +1,11 @@
 """How often the baseline takes a value of a faultless training for a spike, and which injected spikes it finds.
 
     python -m benchmarks.false_alarms --seeds 20 --steps 2000
+    python -m benchmarks.false_alarms --seeds 4 --steps 2000 --ranks 3
 
 Real trainings: a classifier that ends up knowing its noisy labels by heart, a character-level GPT, and a classifier with
-warm-up and learning rates that drop tenfold; of each the loss of every batch and the norm of its gradient.
+warm-up and learning rates that drop tenfold; of each the loss of every batch and the norm of the gradient. With ranks, of
+which each has a batch of its own in a step: losses and norms of each rank's own gradient, and the norm of the average.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import json
 import math
 import multiprocessing
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_ft.rerun.baseline import Baseline
+from lightning_ft.rerun.step_values import LOSS, NORM, OWN_NORM, new_baselines
 
 Curve = list[float]
 Step = Callable[[int], Tensor]
@@ -130,33 +132,34 @@ def _gpt(generator: torch.Generator, steps: int) -> tuple[nn.Module, torch.optim
 TRAININGS = {"classifier": _classifier, "gpt": _gpt, "drops": _drops}
 
 
-def record(training: str, seed: int, steps: int) -> dict[str, Curve]:
-    """Train; return the loss of every batch and the norm of its gradient."""
+def record(training: str, seed: int, steps: int, ranks: int = 1) -> dict[str, list[Curve]]:
+    """Train; return the curves that ranks validate, by name."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     network, optimizer, scheduler, loss_of = TRAININGS[training](torch.Generator().manual_seed(seed), steps)
-    curves: dict[str, Curve] = {"loss": [], "norm": []}
+    parameters = list(network.parameters())
+    losses: list[Curve] = [[] for _ in range(ranks)]
+    own_norms: list[Curve] = [[] for _ in range(ranks)]
+    norms: Curve = []
     for step in range(steps):
-        optimizer.zero_grad()
-        loss = loss_of(step)
-        loss.backward()
-        curves["loss"].append(loss.item())
-        curves["norm"].append(
-            torch.nn.utils.get_total_norm([p.grad for p in network.parameters() if p.grad is not None]).item()
-        )
+        gradients: list[Sequence[Tensor]] = []
+        for rank in range(ranks):  # one after the other, as far as they go
+            loss = loss_of(step)
+            gradients.append(torch.autograd.grad(loss, parameters))
+            losses[rank].append(loss.item())
+            own_norms[rank].append(torch.nn.utils.get_total_norm(gradients[-1]).item())
+        for parameter, *parts in zip(parameters, *gradients, strict=True):
+            parameter.grad = torch.stack(parts).mean(0)
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).item())
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    return curves
-
-
-def baseline_of(name: str) -> Baseline:
-    return Baseline() if name == "loss" else Baseline.of_norms()
+    return {LOSS: losses, NORM: [norms]} | ({OWN_NORM: own_norms} if ranks > 1 else {})
 
 
 def count(name: str, curve: Curve, factors: tuple[float, ...] = (3.0, 10.0, 100.0)) -> dict[str, Any]:
     """Return how many values of a faultless curve were flagged, and how many of the spikes injected into every tenth."""
-    baseline = baseline_of(name)
+    baseline = new_baselines()[name]
     false: dict[str, int] = {}
     injected = {factor: [0, 0] for factor in factors}
     for step, value in enumerate(curve):
@@ -171,18 +174,19 @@ def count(name: str, curve: Curve, factors: tuple[float, ...] = (3.0, 10.0, 100.
     return {"values": len(curve), **false, "found": injected}
 
 
-def _measure(job: tuple[str, int, int]) -> tuple[str, dict[str, dict[str, Any]]]:
-    training, seed, steps = job
-    return training, {name: count(name, curve) for name, curve in record(training, seed, steps).items()}
+def _measure(job: tuple[str, int, int, int]) -> tuple[str, list[tuple[str, dict[str, Any]]]]:
+    training, *options = job
+    curves = record(training, *options)
+    return training, [(name, count(name, curve)) for name, of_ranks in curves.items() for curve in of_ranks]
 
 
-def measure(seeds: int, steps: int, processes: int = 2) -> dict[str, Any]:
+def measure(seeds: int, steps: int, processes: int = 2, ranks: int = 1) -> dict[str, Any]:
     """Return the totals of all trainings; for `benchmarks.rerun`, too."""
-    jobs = [(training, seed, steps) for seed in range(seeds) for training in TRAININGS]
+    jobs = [(training, seed, steps, ranks) for seed in range(seeds) for training in TRAININGS]
     totals: dict[str, dict[str, Any]] = {}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for training, counts in pool.imap_unordered(_measure, jobs):
-            for name, counted in counts.items():
+            for name, counted in counts:
                 total = totals.setdefault(
                     f"{training} {name}", {"values": 0, "false_spikes": 0, "false_nan": 0, "found": {}}
                 )
@@ -205,9 +209,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    print(json.dumps(measure(options.seeds, options.steps, options.processes), indent=2))
+    print(json.dumps(measure(options.seeds, options.steps, options.processes, options.ranks), indent=2))
 
 
 if __name__ == "__main__":

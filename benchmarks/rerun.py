@@ -91,14 +91,16 @@ def fit(
     return list(validation.rows), model
 
 
-def plan(precision: str, accumulate: int, count: int, seed: int, num_ranks: int = 1) -> list[Corruption]:
+def plan(
+    precision: str, accumulate: int, count: int, seed: int, num_ranks: int = 1, lasting_part: float = 0.5
+) -> list[Corruption]:
     generator = random.Random(f"{precision} {accumulate} {seed}")
     faults = []
     for number in range(count):
         where = generator.choice(_PLACES)
         step = _WARM_UP + _EVERY * number
         batch = accumulate * step + generator.randrange(accumulate)
-        lasting = where == "batch" or generator.random() < 0.5
+        lasting = where == "batch" or generator.random() < lasting_part
         # BatchNorm takes an outlier of finite size out of the data again: nothing would be there to be found.
         kinds = _KINDS[:2] if where == "batch" else _KINDS
         slot = generator.randrange(num_ranks) if num_ranks > 1 else None
@@ -137,11 +139,11 @@ def is_right(fault: Corruption, row: dict[str, Any]) -> bool:
     return row["verdict"] == expected.value and (is_of_one or row["of_slot"] == fault.slot)
 
 
-def inject(count: int, seed: int) -> dict[str, Any]:
+def inject(count: int, seed: int, lasting_part: float) -> dict[str, Any]:
     """Inject ``count`` faults on one device, and count what became of them."""
     result: dict[str, Any] = new_result()
     for precision, accumulate, share in settings(count):
-        faults = plan(precision, accumulate, share, seed)
+        faults = plan(precision, accumulate, share, seed, lasting_part=lasting_part)
         rows, _ = fit(precision, accumulate, num_steps(share), faults)
         tally(result, faults, accumulate, rows, precision)
         transient_only, steps = only_transient(faults, accumulate)
@@ -178,6 +180,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="Under FTStrategy.")
     parser.add_argument("--shard-size", type=int, default=1, help="Ranks that share a copy of the model.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--lasting", type=float, default=0.5, help="Part of faults of devices that last; of several ranks each restarts one."
+    )
     parser.add_argument("--alarm-seeds", type=int, default=0, help="Clean runs of each training, for false alarms.")
     parser.add_argument("--overhead-blocks", type=int, default=0, help="Ten validated steps each.")
     options = parser.parse_args()
@@ -189,9 +194,9 @@ def main() -> None:
     if options.faults and options.ranks > 1:
         from benchmarks import rerun_ranks
 
-        result |= rerun_ranks.inject(options.faults, options.seed, options.ranks, options.shard_size)
+        result |= rerun_ranks.inject(options.faults, options.seed, options.ranks, options.shard_size, options.lasting)
     elif options.faults:
-        result |= inject(options.faults, options.seed)
+        result |= inject(options.faults, options.seed, options.lasting)
     if options.alarm_seeds:
         from benchmarks import false_alarms
 

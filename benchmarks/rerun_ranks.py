@@ -40,15 +40,15 @@ class Recorder(Callback):
             self._num_written = len(rows)
 
 
-def inject(count: int, seed: int, num_ranks: int, shard_size: int) -> dict[str, Any]:
+def inject(count: int, seed: int, num_ranks: int, shard_size: int, lasting_part: float) -> dict[str, Any]:
     """Inject ``count`` faults in a job of several ranks, and count what became of them."""
     result = rerun.new_result()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        options = {"faults": count, "seed": seed, "ranks": num_ranks, "shard_size": shard_size}
+        options = {"faults": count, "seed": seed, "ranks": num_ranks, "shard_size": shard_size, "lasting": lasting_part}
         run_job(__file__, [json.dumps(options)], num_slots=num_ranks, directory=directory, timeout=_TIMEOUT).check()
         for number, (precision, accumulate, share) in enumerate(rerun.settings(count)):
-            faults = rerun.plan(precision, accumulate, share, seed, num_ranks)
+            faults = rerun.plan(precision, accumulate, share, seed, num_ranks, lasting_part)
             texts = {line for path in directory.glob(f"rows_{number}_*") for line in path.read_text().splitlines()}
             rerun.tally(result, faults, accumulate, [json.loads(text) for text in sorted(texts)], precision)
             ended = [path.read_text() for path in directory.glob(f"weights_{number}_*_[01].txt")]
@@ -62,7 +62,7 @@ def train(number: int, slot: int, options: dict[str, Any]) -> None:
     """Run the trainings of one setting: with all faults, with those that happen once, and without any."""
     precision, accumulate, share = rerun.settings(options["faults"])[number]
     num_ranks, shard_size = options["ranks"], options["shard_size"]
-    faults = rerun.plan(precision, accumulate, share, options["seed"], num_ranks)
+    faults = rerun.plan(precision, accumulate, share, options["seed"], num_ranks, options["lasting"])
     transient_only, steps = rerun.only_transient(faults, accumulate)
     trainings: list[tuple[list[Corruption], int, str]] = [
         (faults, rerun.num_steps(share), f"rows_{number}_{slot}"),

@@ -20,6 +20,11 @@ OVERFLOW = "overflows in half precision"
 _PATIENCE = 10
 
 
+def new_baselines() -> dict[str, Baseline]:
+    """Return what tells of each value what is usual, by its name."""
+    return {LOSS: Baseline(), OWN_NORM: Baseline.of_norms(), NORM: Baseline.of_norms()}
+
+
 @dataclass(frozen=True)
 class Measured:
     """A value of a step.
@@ -71,7 +76,7 @@ class StepValidation:
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
-        self._baselines = {LOSS: Baseline(), OWN_NORM: Baseline.of_norms(), NORM: Baseline()}
+        self._baselines = new_baselines()
         self._newest: Sequence[Measured] = ()
 
     def validate(self, machine: RerunStateMachine, measured: Sequence[Measured]) -> None:
