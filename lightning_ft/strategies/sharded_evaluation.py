@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import Engine
@@ -49,9 +50,15 @@ class ShardedEvaluation:
         self._is_uneven = False
 
     def begin(self) -> None:
-        """Collective. Before the first step of a pass."""
+        """Collective. Before the first step of a pass.
+
+        Raises:
+            MisconfigurationException: If ranks that share batches have different numbers of them.
+
+        """
         counts = torch.tensor(self._num_batches(), dtype=torch.float64)
         gathered = self._collectives.all_gather_ragged(counts)
+        self._check_rows(gathered)
         if torch.isinf(counts).any() or any(not torch.equal(row, counts) for row in gathered):
             self._gather_for_the_pass()
             if not counts.any():
@@ -71,6 +78,23 @@ class ShardedEvaluation:
             self._is_uneven = False
             self._sharded.release()
         self._sharded.let_go()
+
+    def _check_rows(self, gathered: list[torch.Tensor]) -> None:
+        rows = self._engine.rows
+        if rows is None:
+            return
+        of_row: dict[int, torch.Tensor] = {}
+        for slot, counts in zip(self._engine.members, gathered, strict=True):
+            expected = of_row.setdefault(slot // rows.size, counts)
+            if not torch.equal(expected, counts):
+                call = self._trainer.state.fn
+                assert call is not None
+                raise MisconfigurationException(
+                    f"`FTStrategy(tensor_parallel_size={rows.size})`: ranks that work on the same batches have different"
+                    f" numbers of them in `trainer.{call.value}`: {expected.tolist()} and {counts.tolist()}"
+                    f" (slot {slot}). Let a loader that reads for its rank alone take"
+                    ' `self.device_mesh["data_parallel"].get_local_rank()` instead of the global rank.'
+                )
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._live.preemption.before_evaluation_batch(self._agree)

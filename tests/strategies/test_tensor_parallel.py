@@ -91,6 +91,13 @@ def test_the_only_replica_whose_ranks_share_batches_goes_on_from_its_newest_chec
     assert [(event["step"], event["path"][-11:]) for event in training.of("resumed")] == [(5, "step=5.ckpt")] * 2
 
 
+def test_ranks_that_share_batches_and_have_different_numbers_of_them_are_told_so(tmp_path: Path) -> None:
+    request = {"devices": 2, "batch_size": 3, "variants": {"differs": {"shard_size": 2, "differs": True}}}
+    job = run_job(JOB, [json.dumps(request)], num_slots=2, directory=tmp_path, timeout=180.0)
+    assert job.returncode == 1
+    assert "different numbers of them in `trainer.validate`: [1.0] and [2.0] (slot 1)" in job.stderr
+
+
 def test_sizes_that_do_not_divide_each_other_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"tensor_parallel_size=2\)`: the 3 ranks of a replica can't be"):
         resolve_shard_size(3, 6, 2)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ from lightning_ft.testing import fingerprint
 
 NUM_SAMPLES = 70  # the last batches are fewer than there are ranks
 SEED = 1
+
+
+class Batches:
+    def __init__(self, batch: Any, count: int) -> None:
+        self.batch, self.count = batch, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.batch] * self.count)
 
 
 class Block(nn.Module):
@@ -99,6 +111,7 @@ def run(
     resume: str | None = None,
     apart: bool = False,
     num_samples: int = NUM_SAMPLES,
+    differs: bool = False,
     net: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -124,6 +137,8 @@ def run(
     # In the order in which Lightning's sampler deals to ranks, whose batches of a step are one here.
     one = DistributedSampler(samples, num_replicas=1, rank=0, seed=SEED) if strategy == "auto" else None
     loader = DataLoader(samples, batch_size=batch_size, sampler=one)
+    if differs:
+        trainer.validate(module, Batches(next(iter(loader)), 1 + trainer.global_rank), verbose=False)
     trainer.fit(module, loader, DataLoader(samples, batch_size=4), ckpt_path=resume)
     metrics = {key: value.item() for key, value in trainer.callback_metrics.items() if not key.startswith("ft/")}
     found = {"metrics": metrics, "losses": module.losses, "samples": module.samples, "step": trainer.global_step}
