@@ -87,32 +87,16 @@ def test_exit_is_that_of_an_interpreter(run: Run, code: str, expected: int, prin
     assert printed or not output
 
 
-def test_exit_runs_what_an_interpreter_runs(run: Run, tmp_path: Path) -> None:
+def test_exit_runs_what_an_interpreter_runs(run: Run) -> None:
     code = """
-import atexit, sys, threading, weakref
+import atexit, sys, threading
 late = threading.Event()
 atexit.register(print, "atexit")
 threading.Thread(target=lambda: (late.wait(), print("thread"))).start()
 threading.Timer(0.01, late.set).start()
-class Deleted:
-    def __del__(self):
-        print("deleted")
-deleted = Deleted()
-file = open("never closed", "w")
-file.write("whole")
-def finalize():
-    import torch, lightning.pytorch
-    print("finalized")
-finalized = weakref.finalize(deleted, finalize)
-def ending():
-    import torch.utils.tensorboard
-    print("ending")
-atexit.register(ending)
 sys.stdout.write("main ")
 """
-    returncode, output = run("-c", code)
-    assert (returncode, output.splitlines()) == (0, ["main thread", "ending", "atexit", "finalized", "deleted"])
-    assert (tmp_path / "never closed").read_text() == "whole"
+    assert run("-c", code) == (0, "main thread\natexit\n")
 
 
 def test_module_and_directory_run_as_main(run: Run, tmp_path: Path) -> None:
