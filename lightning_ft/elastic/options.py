@@ -9,7 +9,7 @@ from lightning_ft.elastic.checks import check_choice, check_count, check_seconds
 from lightning_ft.elastic.protocol import Options
 
 StartMethod = Literal["auto", "fork", "spawn"]
-LostStreams = Literal["leave", "take_over"]
+LostStreams = Literal["leave", "take_over", "stop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,8 @@ class SupervisionOptions:
             from nothing; "auto": forked where that is safe.
         lost_streams: What becomes of data that only its own rank reads (an iterable dataset) when that rank is away and the
             others are through with theirs. "leave": it is not trained in that epoch; "take_over": the others read it from
-            where it was, numbered as that rank. They must get the same from there as it would.
+            where it was, numbered as that rank. They must get the same from there as it would. "stop": the job saves a
+            checkpoint from which the epoch goes on, and ends with an error; `min_replicas` has the others wait before.
         prefix_output: Whether each line of a rank's output names its slot; None: unless the output is a terminal.
 
     Raises:

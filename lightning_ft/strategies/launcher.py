@@ -95,7 +95,7 @@ class ElasticLauncher(_Launcher):
             raise
         except BaseException as error:
             if isinstance(error, SIGTERMException):
-                error.code = EXIT_CODE
+                error.code = error.code or EXIT_CODE
                 preemption = self._preemption()
                 if preemption is not None and preemption.agreed:
                     preemption.conclude()

@@ -29,6 +29,7 @@ from lightning_ft.strategies.epoch_length import set_length, set_length_of_resum
 from lightning_ft.strategies.evaluation import EvaluationShards
 from lightning_ft.strategies.extra_passes import ExtraPasses
 from lightning_ft.strategies.ghost import GhostSteps
+from lightning_ft.strategies.lost_streams import StreamsLostExit, describe_left
 from lightning_ft.strategies.preemption import Preemption, stopped
 from lightning_ft.strategies.reduction import GradientReducer, Reduced
 from lightning_ft.strategies.replica_memory import ReplicaMemory
@@ -83,6 +84,8 @@ class LiveTraining:
         """Whether what is saved is for a rank that joins; only one rank saves it."""
         self.from_memory = False
         """Whether all ranks begin this call again, with what is in memory of those that are gone."""
+        self.stops_for_streams = False
+        """Whether the call ends rather than an epoch that lacks batches of ranks which are not back."""
         self.may_pause: Callable[[], bool] = lambda: True
         self.on_abandon: Callable[[], None] = lambda: None
         self.on_batch_end: Callable[[], None] = lambda: None
@@ -105,6 +108,7 @@ class LiveTraining:
         self._slots: tuple[int, ...] = ()
         self._replayed: bool | None = None
         self._pause_agreed = False
+        self._lost_streams: StreamsLostExit | None = None
         self._own_groups: list[Any] = []
         self._received: dict[str, Any] | None = None
         self._taken_back: dict[str, Any] | None = None
@@ -155,6 +159,9 @@ class LiveTraining:
                 advance(data_fetcher)
                 self.on_batch_end()
                 self.commits.end_batch(self.batch)
+            if self._lost_streams is not None:
+                self.preemption.agreed = True
+                raise self._lost_streams
 
         def end_advance(data_fetcher: Any) -> None:
             if self.preemption.agreed and epoch_loop._should_check_val_fx(data_fetcher):
@@ -301,10 +308,12 @@ class LiveTraining:
     def _end_streams(self, loader: StreamLoader) -> None:
         """Say what is not trained in this epoch, since its slot is not back."""
         left = loader.left_by(set(range(self._shares.count)) - set(self._slots))
-        if left and self._engine.rank == 0:
+        if left and self.stops_for_streams:
+            loader.expect_more()  # for those who resume: neither the epoch is over, nor is a validation due
+            self._lost_streams = StreamsLostExit(loader.plan.epoch, left)
+        elif left and self._engine.rank == 0:
             self._events.emit("streams_left", epoch=loader.plan.epoch, batches=left)
-            what = ", ".join(f"{'an unknown number' if n is None else n} of slot {slot}" for slot, n in left.items())
-            log.warning("Epoch %s ends without batches of streams whose slots are not back: %s.", loader.plan.epoch, what)
+            log.warning("Epoch %s ends without %s.", loader.plan.epoch, describe_left(left))
 
     def _tell_handed_over(self, epoch: int, streams: dict[int, int]) -> None:
         if self._engine.rank == 0:

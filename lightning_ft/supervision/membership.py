@@ -28,6 +28,7 @@ _SHARE_OF_GRACE = 0.5  # that a rank may keep the others waiting when the job is
 _LEAST_TIMEOUT = 0.1
 _WENT_ON = "the others went on to the next call"
 _TERMINATIONS = ("KeyboardInterrupt", "SIGTERMException")
+_ENDINGS = ("RerunExit", "StreamsLostExit")  # of all ranks; they say why
 
 
 class Membership:
@@ -266,14 +267,12 @@ class Membership:
             rank.raised, rank.raised_at = message, now
         if is_expected:
             return
-        if message["exception"] == "SIGTERMException":  # one rank was told to end, and the ranks agreed on the step
-            self._conclude(message["code"], None, now)
+        if message["exception"] in ("SIGTERMException", *_ENDINGS):  # the ranks agreed on the step
+            told = f"Ends with code {message['code']}: {message['message']}."
+            self._conclude(message["code"], told if message["exception"] in _ENDINGS else None, now)
             for other in self._roster.ranks.values():
                 if not other.veteran:  # on its way to those who are about to end
                     self._roster.kill(other)
-            return
-        if message["exception"] == "RerunExit":  # of all ranks; an exit code that launchers know
-            self._conclude(message["code"], f"Ends with code {message['code']}: {message['message']}.", now)
             return
         if self._failures.is_new(message):
             self._roster.act(Show(rank.slot, message["traceback"]))

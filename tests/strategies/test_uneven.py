@@ -146,6 +146,25 @@ def test_a_stream_whose_slot_stays_away_is_read_by_the_others_if_that_is_wanted(
     assert [(event["epoch"], event["streams"]) for event in training.of("streams_taken")] == [(0, {"0": 2}), (1, {"0": 2})]
 
 
+def test_a_job_stops_rather_than_to_leave_a_stream_if_that_is_wanted_and_the_next_trains_the_rest(
+    train_on_streams: Callable[..., Any],
+) -> None:
+    plan = FaultPlan([Fault(kind="kill", slot=1, point="train_batch_end", step=2)])
+    ft = {"max_restarts": 0, "supervision": {"lost_streams": "stop"}}
+    options = {"devices": 2, "counts": [10, 31], "source": "sized", "dropout": 0.3, "save_every": 100}
+    training = train_on_streams(plan, ft=ft, **options)
+    assert training.job.returncode == 1
+    assert "epoch 0 lacks batches of streams whose slots are not back: 6 of slot 1" in training.job.stderr
+    rest = train_on_streams(name="rest", ckpt_path=str(training.directory / "steps" / "last-preempted.ckpt"), **options)
+    rest.job.check()
+    assert_weights_equal(*(result["fingerprint"] for result in rest.results.values()))
+    trained = [*training.trained_samples(2), *rest.trained_samples(2)]
+    assert trained[0] + trained[2] == all_samples(10, 31)
+    assert trained[3] == all_samples(10, 31)
+    assert {result["epoch"] for result in rest.results.values()} == {2}
+    assert {len(result["validations"]) for result in rest.results.values()} == {2}, "none before the epoch was over"
+
+
 def test_batches_that_are_left_when_a_job_stops_behind_the_planned_end_of_an_epoch_are_trained_by_the_next(
     train_on_streams: Callable[..., Any],
 ) -> None:
