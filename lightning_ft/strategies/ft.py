@@ -254,12 +254,11 @@ class FTStrategy(LiveRanks):
         self._policy = replace(self._policy, shard_size="all" if is_all else shard_size, tensor_parallel_size=rows)
         if shard_size > 1:
             self._sharding = ReplicaSharding(shard_size, self._sharding_options, rows)
-            if self._constant_batch:
-                raise MisconfigurationException(
-                    f'`FTStrategy(shard_size={shard_size}, global_batch="constant")` is not supported: a replica of several'
-                    " ranks that loses one is regrouped within the step, which further passes would not survive."
-                    ' Use `global_batch="shrink"`, or `shard_size=1`.'
-                )
+        if rows > 1 and self._constant_batch:
+            raise MisconfigurationException(
+                '`FTStrategy(global_batch="constant")` with tensor parallelism, whose ranks share their batches, is not'
+                ' supported. Use `global_batch="shrink"`.'
+            )
 
     def _start_engine(self, environment: RankEnvironment | None) -> Engine:
         """Return the engine of this process, started at its first Trainer call, for a call of this strategy's."""
@@ -303,6 +302,7 @@ class FTStrategy(LiveRanks):
             self._startup,
             constant_batch=self._constant_batch and not isinstance(self.engine, SoloEngine),
         )
+        self._live.stops_for_streams = self._policy.lost_streams == "stop"
         self._live.from_memory = self._anew is not None and self._anew.from_memory
         self._live.data = TrainingData(
             trainer,

@@ -6,6 +6,7 @@ that shard is exchanged with the ranks of other replicas that hold the same one.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class ShardedReducer(GradientReducer):
         result = self._engine.run(
             self._label, self._reduce, size=self._num_bytes, inline=self._inline, opened=pending, voted=True
         )
+        if not result["is_whole"]:
+            return replace(learned(result), is_whole=False)
         for bucket, flat in zip(self._buckets, result["buckets"], strict=False):
             if flat is not bucket.flat:  # of the other set: the step was begun again after it had been reduced
                 bucket.flat.copy_(flat)
@@ -59,9 +62,10 @@ class ShardedReducer(GradientReducer):
         return True  # a shard is of the gradients of the whole replica, and a batch that does not count added 0
 
     def _reduce(self, exchange: Exchange) -> dict[str, Any]:
+        is_whole = self.covers(self._engine.members)
         flags = [FLAGS.unpack(row) for row in exchange.inline]
         weight, total = sum(row[2] for row in flags), sum(row[3] for row in flags)
-        scale = total / weight if 0 < weight < total else 1.0
+        scale = total / weight if weight not in (0, total) else 1.0
         group, num_replicas = self._averaging_ranks(exchange)
         used = [float(num_replicas * uses.any) for uses in self._uses]
         if group is not None:
@@ -69,16 +73,17 @@ class ShardedReducer(GradientReducer):
                 self._start_over(group)
             if self._error is not None:
                 raise self._error
-            counts = self._reduce_buckets(group, num_replicas)
-            if counts and counts[-1] < num_replicas:
+            counts = self._reduce_buckets(group, num_replicas)  # also if not whole: some may have sent buckets already
+            if is_whole and counts and counts[-1] < num_replicas:
                 self._start_over(group)
                 counts = self._reduce_buckets(group, num_replicas)
             used = counts[:-1] or used
-            if scale != 1.0:
+            if is_whole and scale != 1.0:
                 for bucket in self._buckets:
                     bucket.gradients.mul_(scale)
         return {
             "buckets": [] if group is None else [bucket.flat for bucket in self._buckets],
+            "is_whole": is_whole,
             "scale": scale,
             "unused": [index for index, count in enumerate(used) if count < num_replicas],
             "untouched": [index for index, count in enumerate(used) if count == 0],

@@ -139,6 +139,7 @@ class TrainingSteps:
         """Forget the window under way, whose gradients are gone."""
         self._synchronize = True
         self._micro_batches.clear()
+        self._num_extra = 0
         self._reduced = None
 
     @contextmanager
@@ -219,9 +220,9 @@ class TrainingSteps:
 
     def _redoing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Have ``closure`` begin again in another replica when this rank loses its own; the others wait for it."""
-        if self._recover is None:
-            return closure
         recover = self._recover
+        if recover is None or self._live.extra is not None:  # or the others have taken over what this rank ran
+            return closure
 
         def redoing() -> Any:
             traces = StepTraces(self._live.trainer.fit_loop.epoch_loop._results, self._pl_module)

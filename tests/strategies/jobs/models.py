@@ -18,6 +18,7 @@ from train import Model
 from lightning_ft.callbacks import LoaderPosition
 from lightning_ft.elastic.leveling import Leveling
 from lightning_ft.errors import GroupBrokenError
+from lightning_ft.sharding.full_state import gather_full
 
 
 class Contrastive(Model):
@@ -177,7 +178,9 @@ class OneCycle(Model):
             self.seen.setdefault("validated after", []).append(self.trainer.global_step)
 
     def on_train_end(self) -> None:
-        torch.save({"weights": self.state_dict(), "seen": self.seen}, f"end_{self.trainer.strategy.engine.slot}.pt")
+        torch.save(
+            {"weights": gather_full(self.state_dict()), "seen": self.seen}, f"end_{self.trainer.strategy.engine.slot}.pt"
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
