@@ -22,7 +22,8 @@ _PATIENCE = 10
 
 def new_baselines() -> dict[str, Baseline]:
     """Return what tells of each value what is usual, by its name."""
-    return {LOSS: Baseline(), OWN_NORM: Baseline.of_norms(), NORM: Baseline.of_norms()}
+    # Of a rank's few samples it varies more than of all: a small GPT has three times the usual once in some 4,000 steps.
+    return {LOSS: Baseline(), OWN_NORM: Baseline(jump=4.0), NORM: Baseline.of_norms()}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.false_alarms import count, record
 from lightning_ft.rerun.baseline import Baseline
+from lightning_ft.rerun.step_values import LOSS, NORM, OWN_NORM, new_baselines
 
 
 def trained(values: Iterable[float]) -> Baseline:
@@ -104,6 +105,20 @@ def test_one_that_loaded_the_state_of_another_goes_on_like_it():
     shorter = Baseline(window=32)
     shorter.load_state_dict(one.state_dict())
     assert shorter.state_dict()["values"] == values[-32:]
+
+
+def test_a_rank_s_own_norm_may_vary_more_than_the_average_s():
+    baselines = new_baselines()
+    kinds = {}
+    for name, baseline in baselines.items():
+        for value in noisy(2.0, n=128):
+            baseline.observe(value)
+        kinds[name] = [baseline.judge(factor * 2.0).kind for factor in (2.0, 4.0, 6.0)]
+    assert kinds == {
+        LOSS: ["spike", "spike", "spike"],
+        NORM: ["fine", "spike", "spike"],
+        OWN_NORM: ["fine", "fine", "spike"],
+    }
 
 
 def test_what_it_says_names_the_expected_range():
