@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_ft.errors import UnsupportedStateError
-from lightning_ft.sharding.mesh import DIMENSION
+from lightning_ft.sharding.mesh import DIMENSION, TENSOR_DIMENSION
 from lightning_ft.sharding.placements import from_data, to_data
 
 _PIECE = "lightning_ft.piece"
@@ -115,7 +115,7 @@ def _placed(mesh: DeviceMesh, local: Tensor, size: list[int], placements: Sequen
 def _piece_of(tensor: DTensor) -> Any:
     local = tensor.to_local().detach()
     names = tensor.device_mesh.mesh_dim_names
-    if names is not None and names != (DIMENSION,):  # some of its ranks share batches
+    if names is not None and TENSOR_DIMENSION in names:
         return {_PIECE: local, "size": list(tensor.shape), "dims": list(names), "placements": to_data(tensor.placements)}
     if tensor.device_mesh.ndim == 1 and isinstance(tensor.placements[0], Replicate):
         return local
