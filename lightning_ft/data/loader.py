@@ -144,11 +144,9 @@ class ElasticLoader:
     def commit(self, contributors: tuple[int, ...]) -> dict[int, list[int]]:
         """Record that a step with the gradients of ``contributors`` is committed; return the tickets that are done."""
         done = self.plan.commit(contributors)
-        live = tuple(sorted(contributors))
-        if live != self.live:
-            for slot in set(self.live) - set(contributors):
-                self.plan.remove(slot)
-            self.live = live
+        for slot in set(self.live) - set(contributors):
+            self.plan.remove(slot)
+        self.live = tuple(sorted(contributors))
         return done
 
     def admit(self, joined: list[int]) -> None:
@@ -213,10 +211,10 @@ class ElasticLoader:
     # Order and batches.
 
     def _fetch_own(self, tickets: Pass, *, prefetched: bool = True) -> Any:
-        self.ticket = ticket = tickets.get(self._slot)
+        self.ticket = tickets.get(self._slot)
         batch = None
-        if ticket is not None:
-            batch = self._fetch(ticket) if prefetched else self._fetcher().fetch(self._indices(ticket))
+        if self.ticket is not None:
+            batch = self._fetch(self.ticket) if prefetched else self._fetcher().fetch(self._indices(self.ticket))
         self.has_own_batch = batch is not None
         return batch
 

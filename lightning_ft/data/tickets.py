@@ -108,19 +108,12 @@ class TicketPlan:
             ValueError: If ``live`` is empty or names a slot twice.
 
         """
-        live = tuple(live)
-        if self._num_calm and live == self._calm_live:
-            return self._take_calmly()
         slots = _check_live(live)
         for slot in sorted(self._in_flight.keys() - slots):
             self.remove(slot)
         if not self._num_open:
             return {}
-        left = [self._num_left(slot) for slot in live]
-        if min(left) > 0:
-            self._become_calm(live, min(left))
-            return self._take_calmly()
-        if self._needs_new_round(left):
+        if self._needs_new_round(live):
             self._in_flight_of_round.clear()  # they stay in flight, but their positions belong to the old round
             segments = merge_segments(self._open_segments())
             self._returned = []
@@ -142,11 +135,10 @@ class TicketPlan:
 
         """
         done = {slot: self._in_flight.pop(slot, []) for slot in contributors}
-        if self._in_flight:
-            for _, tickets in sorted(self._in_flight.items()):
-                self._returned += tickets
-                self._num_open += len(tickets)
-            self._in_flight.clear()
+        for _, tickets in sorted(self._in_flight.items()):
+            self._returned += tickets
+            self._num_open += len(tickets)
+        self._in_flight.clear()
         self._in_flight_of_round.clear()
         return done
 
@@ -161,7 +153,6 @@ class TicketPlan:
         num_of_round = self._in_flight_of_round.pop(slot, 0)
         if num_of_round:
             self._taken[self._owners[slot]] -= num_of_round
-            self._num_calm = 0
         self._returned += tickets[: len(tickets) - num_of_round]
         self._num_open += len(tickets)
 
@@ -228,38 +219,14 @@ class TicketPlan:
         self._owners = {slot: index for index, slot in enumerate(slots)}
         self._taken = [0] * len(slots)
         self._in_flight_of_round: dict[int, int] = {}
-        self._num_calm = 0
 
-    def _become_calm(self, live: tuple[int, ...], num_takes: int) -> None:
-        """Prepare for as many takes by ``live`` as surely need no new round: every rank makes one in every batch."""
-        self._calm_live, self._num_calm = live, num_takes
-        self._hands = [
-            (slot, owner, chain.from_iterable(self._segments_left(owner)))
-            for slot, owner in ((slot, self._owners[slot]) for slot in live)
-        ]
-
-    def _take_calmly(self) -> dict[int, int | None]:
-        taken, in_flight, of_round = self._taken, self._in_flight, self._in_flight_of_round
-        tickets: dict[int, int | None] = {}
-        for slot, owner, hand in self._hands:
-            tickets[slot] = ticket = next(hand)
-            taken[owner] += 1
-            if slot in of_round:
-                in_flight[slot].append(ticket)
-                of_round[slot] += 1
-            else:
-                in_flight.setdefault(slot, []).append(ticket)
-                of_round[slot] = 1
-        self._num_open -= len(tickets)
-        self._num_calm -= 1
-        return tickets
-
-    def _needs_new_round(self, left: Sequence[int]) -> bool:
-        """Whether, now that a stream is used up, dealing again reaches more tickets or saves a step.
+    def _needs_new_round(self, live: Collection[int]) -> bool:
+        """Whether a stream is used up and dealing again reaches more tickets or saves a step.
 
         Without the second half the uneven last step of every epoch would cost each rank a restart of its workers.
         """
-        return sum(left) < self._num_open or max(left) > -(-self._num_open // len(left))
+        left = [self._num_left(slot) for slot in live]
+        return min(left) == 0 and (sum(left) < self._num_open or max(left) > -(-self._num_open // len(left)))
 
     def _take_one(self, slot: int) -> int | None:
         if not self._num_left(slot):
