@@ -291,3 +291,20 @@ def test_a_new_round_costs_as_much_as_there_are_segments_not_slots_times_segment
 def test_a_wrong_argument_is_named(call: Callable[[], object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_who_joins_and_dies_at_once_leaves_each_ticket_to_be_trained_once() -> None:
+    for num_before in range(1, 12):
+        plan = TicketPlan(24, 3)
+        plan.begin_epoch(1)
+        done: list[int] = []
+        plan.remove(1)
+        for _ in range(num_before):
+            plan.take([0, 2])
+            done += chain.from_iterable(plan.commit([0, 2]).values())
+        plan.add(1)
+        plan.take([0, 1, 2])
+        done += chain.from_iterable(plan.commit([0, 2]).values())  # 1 died in its first step
+        plan.remove(1)
+        done += finish(plan, [0, 2], window=1)
+        assert sorted(done) == list(range(24)), num_before
