@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_ft.errors import UnsupportedStateError
-from lightning_ft.sharding.mesh import DIMENSION, TENSOR_DIMENSION
+from lightning_ft.sharding.mesh import TENSOR_DIMENSION, sharding_part
 from lightning_ft.sharding.placements import from_data, to_data
 
 _PIECE = "lightning_ft.piece"
@@ -59,7 +59,7 @@ def put_back(state: Any, mesh: DeviceMesh) -> Any:
         if "dims" in piece:
             part = mesh if list(mesh.mesh_dim_names or ()) == piece["dims"] else mesh[tuple(piece["dims"])]
             return _placed(part, piece[_PIECE], piece["size"], from_data(piece["placements"]))
-        return _as_tensor(mesh if mesh.ndim == 1 else mesh[DIMENSION], piece[_PIECE], piece["size"], piece["dim"])
+        return _as_tensor(sharding_part(mesh), piece[_PIECE], piece["size"], piece["dim"])
 
     return _replace(state, is_piece, put)
 

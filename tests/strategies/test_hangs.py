@@ -20,7 +20,7 @@ def test_a_stopped_rank_is_killed_after_the_timeout_and_comes_back(train: Callab
     (death,) = audit(training.events).deaths
     assert re.fullmatch(r"hung for \d+ s, stopped \(SIGSTOP\)", death.how)
     assert death.recovery is not None
-    assert death.recovery >= 1.9  # the others wait from a little later on
+    assert death.recovery >= 1.9  # counted from the stop, and the step had begun a little before
     (change,) = [generation for generation in audit(training.events).generations if generation.reason == "death"]
     assert change.dead == (1,), "one timeout is enough"
     (join,) = audit(training.events).joins
