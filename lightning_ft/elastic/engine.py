@@ -1,6 +1,6 @@
 """What strategies need from an elastic engine, and the engine of a process that is alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -178,8 +178,8 @@ class Engine(Protocol):
     def numbered_as(self, rank: int, num_ranks: int) -> AbstractContextManager[None]:
         """While this is entered, rank and members are those of one rank of ``num_ranks``."""
 
-    def exclude(self, slot: int, reason: str) -> None:
-        """Have a live slot removed."""
+    def exclude(self, slots: Collection[int], reason: str) -> None:
+        """Have live slots removed."""
 
     def report_progress(self, step: int) -> None:
         """Say that ``step`` optimizer steps are committed."""
@@ -275,8 +275,8 @@ class SoloEngine:
     def numbered_as(self, rank: int, num_ranks: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def exclude(self, slot: int, reason: str) -> None:
-        raise ValueError(f"`exclude({slot})` would leave nobody: this job has one process.")
+    def exclude(self, slots: Collection[int], reason: str) -> None:
+        raise ValueError(f"`exclude({sorted(slots)})` would leave nobody: this job has one process.")
 
     def report_progress(self, step: int) -> None:
         pass

@@ -6,7 +6,7 @@ rank that is one behind receives the result of the one it missed; a rank that jo
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -123,11 +123,11 @@ class Member(SupervisedProcess):
         finally:
             self._numbered = None
 
-    def exclude(self, slot: int, reason: str) -> None:
-        """Have a live slot removed."""
-        if slot not in self._members:
-            raise ValueError(f"`exclude({slot})`: expected a live slot, one of {list(self._members)}.")
-        self._link.send({"type": "exclude", "slot": slot, "reason": reason})
+    def exclude(self, slots: Collection[int], reason: str) -> None:
+        """Have live slots removed."""
+        if not slots or not set(slots) <= set(self._members):
+            raise ValueError(f"`exclude({sorted(slots)})`: expected live slots, of {list(self._members)}.")
+        self._link.send({"type": "exclude", "slots": sorted(slots), "reason": reason})
 
     def _lose_replica(self) -> NoReturn:
         if not self.may_regroup:

@@ -239,10 +239,10 @@ class Log(TypedDict):
 
 
 class Exclude(TypedDict):
-    """Remove the live slot ``slot``."""
+    """Remove the live slots ``slots``, all at once."""
 
     type: Literal["exclude"]
-    slot: int
+    slots: list[int]
     reason: str
 
 

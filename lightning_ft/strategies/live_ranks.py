@@ -1,5 +1,6 @@
 """Who the ranks of a strategy are, as long as they live, and what they say to each other."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -90,18 +91,18 @@ class LiveRanks(ParallelStrategy):
         """For how long this process communicated with other ranks, or waited for them, since it was started."""
         return self.engine.seconds_waited
 
-    def exclude(self, slot: int, reason: str) -> None:
-        """Remove a live rank that is not to be trusted; its slot is started again as after a death.
+    def exclude(self, slot: int | Collection[int], reason: str) -> None:
+        """Remove live ranks that are not to be trusted; their slots are started again as after a death.
 
         Args:
-            slot: The slot to remove.
+            slot: The slot to remove, or several, which leave at once.
             reason: Why; for the log.
 
         Raises:
-            ValueError: If the slot is not live.
+            ValueError: If a slot is not live.
 
         """
-        self.engine.exclude(slot, reason)
+        self.engine.exclude((slot,) if isinstance(slot, int) else slot, reason)
 
     def set_world_ranks(self) -> None:
         """Have everything that asks for the rank see the live one."""

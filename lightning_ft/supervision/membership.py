@@ -8,6 +8,7 @@ So the order in which simultaneous events arrive does not matter, and two deaths
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_ft.elastic.options import Policy
@@ -216,7 +217,7 @@ class Membership:
         else:
             if request.command == "suspend":
                 self._suspended.add(slot)
-            self._on_exclude(slot, "asked for" if request.command == "exclude" else "suspended")
+            self._on_exclude([slot], "asked for" if request.command == "exclude" else "suspended")
         return None
 
     def status(self) -> dict[str, object]:
@@ -303,7 +304,7 @@ class Membership:
         elif message["type"] == "asked":
             self._on_asked(rank, message["signal"], now)
         else:
-            self._on_exclude(message["slot"], message["reason"])
+            self._on_exclude(message["slots"], message["reason"])
 
     def _on_asked(self, rank: Rank, number: int, now: float) -> None:
         """A rank received a signal: if it alone did, it was meant for the job."""
@@ -311,14 +312,14 @@ class Membership:
             self._pass_on(number, now, sender=rank.slot)
             self._heed(number, now)
 
-    def _on_exclude(self, slot: int, reason: str) -> None:
-        rank = self._roster.ranks.get(slot)
-        if rank is None or rank.killed:
-            return
+    def _on_exclude(self, slots: Sequence[int], reason: str) -> None:
         how = f"excluded: {reason}"
-        self._roster.kill(rank, how)
-        if slot in self.members:
-            self._generations.remove(rank, how, "exclude")
+        excluded = [rank for slot in slots if (rank := self._roster.ranks.get(slot)) is not None and not rank.killed]
+        for rank in excluded:  # all of them before anybody is made an orphan, or a member again, by the end of another
+            self._roster.kill(rank, how)
+        for rank in excluded:
+            if rank.slot in self.members:
+                self._generations.remove(rank, how, "exclude")
 
     def _lose(self, rank: Rank, how: str) -> None:
         self._lost.add(rank.slot)

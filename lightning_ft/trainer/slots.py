@@ -46,10 +46,10 @@ def exclude(trainer: Trainer, slots: Collection[int], reason: str) -> None:
         ExcludedError: In one of them, if nobody removes it.
 
     """
-    gather_by_slot(trainer, None)  # who leaves at once might take along what the others have yet to hear of it
+    live = gather_by_slot(trainer, None)  # who leaves at once might take along what the others have yet to hear of it
     if slot_of(trainer) in slots:
         strategy: Any = trainer.strategy
-        strategy.exclude(slot_of(trainer), reason)
+        strategy.exclude(live.keys() & set(slots), reason)  # by each: who loses its replica by that may not come to say it
         threading.Event().wait(_PATIENCE)
         raise ExcludedError(slot_of(trainer), reason)
 

@@ -1102,10 +1102,32 @@ def test_user_signal_is_forwarded_and_changes_nothing() -> None:
     assert job.spawned[-1] == (1, 1)
 
 
+def test_ranks_of_one_replica_that_are_excluded_together_are_all_told_so_in_one_change() -> None:
+    job = Job(4, shard_size=2)
+    job.train()
+    job.kill(2)
+    job.connect()
+    job.say(0, "progress", step=2)
+    job.bury_doomed()
+    job.begin(2, 3)
+    for slot in (2, 3):
+        job.say(slot, "join", call=0)
+    for member in job.members:
+        job.say(member, "at_top", generation=job.number)
+    job.connect()  # 2 and 3 are members again, and have completed no step since
+    job.say(3, "exclude", slots=[2, 3], reason="wrong sums")
+    job.tell(2, "exclude", slots=[2, 3], reason="wrong sums")  # on its way by then
+    assert job.doomed == [2, 3]
+    assert (job.members, job.reason) == ([0, 1], "exclude")
+    job.bury_doomed()
+    for slot in (2, 3):
+        assert f"Slot {slot} (pid {1000 + slot}) died (excluded: wrong sums); respawning (" in "".join(job.notices)
+
+
 def test_excluded_slot_is_killed_and_left_out_before_it_is_gone() -> None:
     job = Job(3)
     job.train()
-    job.say(0, "exclude", slot=1, reason="wrong sums")
+    job.say(0, "exclude", slots=[1], reason="wrong sums")
     assert job.doomed == [1]
     assert (job.members, job.reason) == ([0, 2], "exclude")
     assert job.generations[-1]["dead"][0]["how"] == "excluded: wrong sums"
@@ -1282,7 +1304,8 @@ def inject(job: Chaos, data: st.DataObject) -> None:
         if new:
             job.say(data.draw(st.sampled_from(new)), "retire")
     elif fault == "exclude":
-        job.say(data.draw(st.sampled_from(slots)), "exclude", slot=data.draw(st.sampled_from(slots)), reason="odd")
+        odd = data.draw(st.lists(st.sampled_from(slots), min_size=1, max_size=2, unique=True))
+        job.say(data.draw(st.sampled_from(slots)), "exclude", slots=odd, reason="odd")
     else:
         training = [slot for slot in slots if job.state[slot] == "training" and job.mine[slot] == job.number]
         for slot in training if fault == "fail all" else training[:1]:

@@ -367,7 +367,7 @@ if rank.slot == 1:
 rank.next_generation()
 if rank.slot == 0:
     print("\\r 10%", end="", flush=True)
-    rank.send("exclude", slot=1, reason="done")
+    rank.send("exclude", slots=[1], reason="done")
     rank.next_generation()
     print("\\r 20%", sys.stdout.isatty(), sys.stderr.isatty())
 else:
