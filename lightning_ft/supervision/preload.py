@@ -26,6 +26,7 @@ MODULES = (
     "torch.utils.tensorboard",
     "fsspec.implementations.chained",
     "rich._emoji_codes",
+    "s3fs",  # where it is installed: Lightning imports it when it looks whether a path is a directory
 )
 _STARTS_THREADS = "tensorflow"  # imported by torch.utils.tensorboard where it is installed
 
