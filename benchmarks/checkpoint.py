@@ -68,8 +68,10 @@ class Rank:
         self.inputs = torch.randn(48, width)
         for _ in range(3):
             self.step()
-        self.clock = SavingClock()
         self.group, self.talk = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")  # one for torch's threads
+        dist.barrier(self.group)
+        dist.barrier(self.talk)
+        self.clock = SavingClock()  # groups poll all the time, also while nothing is saved
         self.saver = AsyncSaver(StorePeers(default_store(), self.rank, self.world_size, "benchmark"), timeout=timedelta(300))
         self.fence = Fence([self.optimizer], self.saver.wait_for_copy)
         self.count = 0

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 from torch import Tensor
 
+from lightning_ft.checkpoint.idle_threads import IdleThreads
 from lightning_ft.checkpoint.image_pool import ImagePool
 from lightning_ft.checkpoint.peers import Peers
 from lightning_ft.checkpoint.pending_save import Content, PendingSave
@@ -53,6 +54,7 @@ class AsyncSaver:
         self._max_pending = max_pending
         self._pending: deque[PendingSave] = deque()
         self._tasks: deque[SaveTask] = deque()
+        self._threads = IdleThreads("lightning_ft-save")
 
     @property
     def pending(self) -> tuple[PendingSave, ...]:
@@ -102,8 +104,7 @@ class AsyncSaver:
             task.prepare(content, may_change, previous)
         else:
             task.prepare_twin(content, twin_of)
-        threading.Thread(target=task.run, name="lightning_ft-save", daemon=True).start()
-        self._forget_old(task)
+        self._threads.run(partial(task.run, self._pop_old(task)))
         taken = time.monotonic() - started
         save.stall_seconds += taken
         self.stall_seconds += taken
@@ -141,9 +142,10 @@ class AsyncSaver:
         for save in self._pending:
             with suppress(Exception):
                 save.wait(_TIME_TO_GIVE_UP)
+        self._threads.close()
         self._means.images.close()
 
-    def _forget_old(self, task: SaveTask) -> None:
+    def _pop_old(self, task: SaveTask) -> SaveTask | None:
+        """Return the save whose posts nobody looks for any more once ``task`` is done."""
         self._tasks.append(task)
-        if len(self._tasks) > _KEPT_ON_THE_BOARD + self._max_pending:
-            self._tasks.popleft().forget()
+        return self._tasks.popleft() if len(self._tasks) > _KEPT_ON_THE_BOARD + self._max_pending else None

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -94,6 +95,7 @@ class SaveTask:
 
     # On the training thread.
 
+    @torch.no_grad()  # a DTensor gives its local part at once then
     def prepare(self, content: Content, may_change: Callable[[str, Tensor], bool], previous: PendingSave | None) -> None:
         """Copy what may change at any time.
 
@@ -141,8 +143,8 @@ class SaveTask:
 
     # On a thread of its own.
 
-    def run(self) -> None:
-        """Copy, write and commit."""
+    def run(self, old: SaveTask | None = None) -> None:
+        """Copy, write and commit; remove what ``old`` posted, which asks the store and waits for it."""
         error: BaseException | None = None
         try:
             try:
@@ -160,6 +162,8 @@ class SaveTask:
         except BaseException as failure:
             error = failure
         finally:
+            if old is not None:
+                old.forget()
             self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
