@@ -17,26 +17,54 @@ class Memory(Protocol):
         """Return what was kept last."""
 
 
+class Beginning:
+    """Where a source was before the first batch of an epoch; some begin anew only once they were at their end."""
+
+    def __init__(self) -> None:
+        self._first: bytes | None = None  # the first time in this process; empty if it did not begin at its start
+        self._epoch: int | None = None
+        self._state: Any = None
+
+    def note(self, epoch: int, state: Any) -> None:
+        """Note the state of a source that begins ``epoch``."""
+        packed = _packed(state)
+        # Later it may still tell where it was at the end of the epoch before: loaded, it would yield nothing.
+        if state is not None and (self._first is None or (packed and packed == self._first)):
+            self._epoch, self._state = epoch, state
+        self._first = packed if self._first is None else self._first
+
+    def skip(self) -> None:
+        """The source goes on from elsewhere."""
+        self._first = self._first or b""
+
+    def put_back(self, epoch: int, source: Any) -> None:
+        """Put ``source`` back to where it began ``epoch``, if that is known."""
+        if self._epoch == epoch:
+            source.load_state_dict(self._state)
+
+
 class SourcePositions:
     """Where a source with a state of its own was after each batch; kept for the slot's next incarnation.
 
     Args:
         source: With ``state_dict`` and ``load_state_dict``.
         memory: Where positions are kept.
+        beginning: Where it began in this process.
 
     """
 
-    def __init__(self, source: Any, memory: Memory) -> None:
+    def __init__(self, source: Any, memory: Memory, beginning: "Beginning") -> None:
         self._source = source
+        self._beginning = beginning
         self._memory: Memory | None = memory
         self._num_read = self._committed = 0
         self._states: dict[int, Any] = {}
 
     @classmethod
-    def of(cls, source: Any, memory: Memory) -> "SourcePositions | None":
+    def of(cls, source: Any, memory: Memory, beginning: "Beginning") -> "SourcePositions | None":
         """Return the positions of ``source``, None if it has no state."""
         is_stateful = all(callable(getattr(source, name, None)) for name in ("state_dict", "load_state_dict"))
-        return cls(source, memory) if is_stateful else None
+        return cls(source, memory, beginning) if is_stateful else None
 
     def resume(self, epoch: int, position: int, known: dict[str, Any] | None = None) -> int:
         """Put the source behind as many of its first ``position`` batches of ``epoch`` as it can be; return how many.
@@ -44,7 +72,7 @@ class SourcePositions:
         Args:
             epoch: The epoch under way.
             position: How many batches of it were trained.
-            known: What :meth:`committed` told in another job.
+            known: What :meth:`committed` told, in another job or before this one goes back.
 
         """
         self._states.clear()
@@ -53,12 +81,28 @@ class SourcePositions:
         kept_epoch, states = (None, {}) if packed is None else pickle.loads(packed)
         if kept_epoch != epoch or position not in states:
             if known is None or known["position"] != position:
+                self._beginning.put_back(epoch, self._source)
                 return 0
             states = {position: known["state"]}
+        self._beginning.skip()
         self._source.load_state_dict(states[position])
         self._num_read = self._committed = position
         self._states[position] = states[position]
         return position
+
+    def begin(self, epoch: int) -> None:
+        """Note where the source is that begins an epoch and has yielded nothing yet; after :meth:`resume` returned 0."""
+        try:
+            state = self._source.state_dict()
+        except Exception as error:  # some can only tell once they yielded something
+            log.debug("%s does not tell where it begins: %r", type(self._source).__name__, error)
+            return
+        self._beginning.note(epoch, state)
+
+    def stand_at(self, position: int) -> None:
+        """Take ``position`` batches for committed, up to which the source was read."""
+        if position in self._states:
+            self._committed = position
 
     def committed(self) -> dict[str, Any] | None:
         """Return where the source was after the last committed batch; None if that is its start, or not known."""
@@ -84,3 +128,10 @@ class SourcePositions:
                 "The state of %s can't be kept (%s): a rank that comes back skips.", type(self._source).__name__, error
             )
             self._memory = None
+
+
+def _packed(state: Any) -> bytes:
+    try:
+        return pickle.dumps(state)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return b""

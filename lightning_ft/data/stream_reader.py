@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_ft.data.ending_workers import end_workers
 from lightning_ft.data.random_state import under_random_state
-from lightning_ft.data.source_positions import Memory, SourcePositions
+from lightning_ft.data.source_positions import Beginning, Memory, SourcePositions
 
 _END = object()
 
@@ -35,10 +35,11 @@ class StreamReader:
     Args:
         stream: What to read.
         number: Which one of the job's it is.
+        beginning: Where its source began in this process.
 
     """
 
-    def __init__(self, stream: Stream, number: int) -> None:
+    def __init__(self, stream: Stream, number: int, beginning: Beginning) -> None:
         self.number = number
         self.ahead: deque[Any] = deque()
         """What was read and not taken."""
@@ -46,7 +47,7 @@ class StreamReader:
         self.last_skipped: Any = None
         """The last batch that was read only to get behind it."""
         self._stream = stream
-        self._positions = None if stream.memory is None else SourcePositions.of(stream.source, stream.memory)
+        self._positions = None if stream.memory is None else SourcePositions.of(stream.source, stream.memory, beginning)
         self._batches: Iterator[Any] | None = None
 
     def open(
@@ -69,6 +70,8 @@ class StreamReader:
             _set_epoch(self._stream.source, epoch)
             behind = 0 if self._positions is None else self._positions.resume(epoch, position, known)
             self._batches = iter(self._stream.source)
+            if self._positions is not None and not behind:
+                self._positions.begin(epoch)
             if read:
                 self.read()
             for _ in range(position - behind):
@@ -78,6 +81,8 @@ class StreamReader:
                 if trained is not None:
                     self.last_skipped = trained
                 self.read()
+            if self._positions is not None:
+                self._positions.stand_at(position)
 
     def read(self) -> bool:
         """Read a further batch; return whether there was one."""

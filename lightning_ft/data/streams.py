@@ -2,11 +2,13 @@
 
 import copy
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 from lightning_ft.data.random_state import random_state
+from lightning_ft.data.source_positions import Beginning
 from lightning_ft.data.stream_plan import StreamPlan
 from lightning_ft.data.stream_reader import Stream, StreamReader
 
@@ -111,6 +113,7 @@ class StreamLoader:
         self._spare: tuple[Any] | None = None
         self._opened_under: dict[str, Any] | None = None
         self._known: dict[int, dict[str, Any]] = {}
+        self._beginnings: defaultdict[int, Beginning] = defaultdict(Beginning)
         self._more: dict[int, bool] = {}
         self._may_go_on = True
 
@@ -218,6 +221,12 @@ class StreamLoader:
         state = None if self._reader is None else self._reader.state()
         return None if self._reader is None or state is None else {"stream": self._reader.number, **state}
 
+    def source_states(self) -> dict[int, dict[str, Any]]:
+        """Return where the sources of all streams are, as far as this rank knows, by stream; at a step boundary."""
+        own = self.source_state()
+        known = self._known if own is None else {**self._known, own["stream"]: own}
+        return {stream: state for stream, state in known.items() if state["position"] == self.plan.position(stream)}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where another loader was; batches that were not committed are read again.
 
@@ -283,7 +292,7 @@ class StreamLoader:
         state, self._opened_under = self._opened_under, self._opened_under or random_state()
         if number is None:
             return
-        self._reader = reader = StreamReader(self._find(number, self.plan.num_streams), number)
+        self._reader = reader = StreamReader(self._find(number, self.plan.num_streams), number, self._beginnings[number])
         position, known = self.plan.position(number), self._known.get(number)
         reader.open(self.plan.epoch, position, state, known, read=self._epoch_limits.caps[number] != 0)
         if reader.last_skipped is not None:

@@ -20,7 +20,7 @@ from lightning_ft.events.log import EventLog
 from lightning_ft.loops import logged_results
 from lightning_ft.sharding.mesh import at_its_ranks, replica_mesh
 from lightning_ft.sharding.shard_tree import put_back, take_apart
-from lightning_ft.strategies import changing_modules, joining, leadership, own_results, rewinding, tuning
+from lightning_ft.strategies import changing_modules, joining, leadership, own_results, rewinding, source_states, tuning
 from lightning_ft.strategies.buffers import BufferSync
 from lightning_ft.strategies.commits import Commits
 from lightning_ft.strategies.complete_evaluation import CompleteEvaluation
@@ -221,7 +221,7 @@ class LiveTraining:
         rewinding.take_back(self.trainer, state["training"])
         memory.restore(state)
         self._divide_among(self._shares.of(self._engine.members))
-        self.loader.load_handed_out(state["loader"], self._slots)
+        self._load_position(state)
         self._taken_back, self._handed_batch = state, state["batch"]
 
     def _abandon_batch(self) -> None:
@@ -354,7 +354,7 @@ class LiveTraining:
             if has_joined or (self._pause_agreed and self.may_pause()):
                 self._pause()
             if self.memory is not None and self.may_pause():
-                self.memory.at_boundary(lambda: self._hand_out([]))
+                self.memory.at_boundary(self._put_down)
             self._tell_state()
         if isinstance(self.loader, StreamLoader):
             self._begin_batch(self.loader)
@@ -408,7 +408,7 @@ class LiveTraining:
 
     def _admit_to(self, memory: ReplicaMemory) -> list[int]:
         """Let joiners into the replica: all find the state in memory, and divide it anew."""
-        moment = memory.prepare_admission(lambda: self._hand_out([]))
+        moment = memory.prepare_admission(self._put_down)
         if moment is None:
             return []
         joined = self._engine.admit_joiners(
@@ -435,6 +435,15 @@ class LiveTraining:
             "buffers_due": self.buffers is not None and self.buffers.due,
         }
 
+    def _put_down(self) -> dict[str, Any]:
+        """Return what is handed out through memory, where each rank adds what it alone knows."""
+        states = self.loader.source_states() if isinstance(self.loader, StreamLoader) else {}
+        return {**self._hand_out([]), "sources": source_states.pack(states)}
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        assert self.loader is not None
+        self.loader.load_handed_out({**state["loader"], "sources": state.get("sources", {})}, self._slots)
+
     @property
     def has_received(self) -> bool:
         """Whether this rank is a joiner that has the state of the others."""
@@ -450,7 +459,7 @@ class LiveTraining:
         joining.set_up_data(trainer, state["training"])
         assert self.loader is not None
         self._divide_among(state["slots"])
-        self.loader.load_handed_out(state["loader"], self._slots)
+        self._load_position(state)
         self._handed_batch = state["batch"]
         self._logger_versions = state["logger_versions"]
         leadership.adopt_versions(trainer, state["logger_versions"])

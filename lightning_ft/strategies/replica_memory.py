@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.local import LocalEngine
@@ -21,7 +22,7 @@ from lightning_ft.sharding.reshard import collect, move, restore
 from lightning_ft.sharding.shard_tree import put_together
 from lightning_ft.sharding.shared_slots import Label, Moment
 from lightning_ft.sharding.snapshots import Found, Snapshots, find_whole
-from lightning_ft.strategies import changing_modules, own_results, tuning
+from lightning_ft.strategies import changing_modules, own_results, source_states, tuning
 from lightning_ft.strategies.begun_anew import what_is_left_by
 from lightning_ft.strategies.sharding import averaged_copies
 from lightning_ft.supervision.host_memory import paths_of
@@ -178,7 +179,7 @@ class ReplicaMemory:
         lost = max(0, self._engine.reached - found.moment.step)
         own = found.index_of(self._paths[self._engine.slot])
         mesh = shard_mesh(self._engine.shard_group, self._trainer.strategy.root_device.type)
-        state: dict[str, Any] = put_together(found.read(), own or 0, mesh)
+        state = _state_of(found.read(), own or 0, mesh)
         if own is None:
             state["own_results"] = {}
         self._adopt(found.moment, state)
@@ -233,7 +234,7 @@ class ReplicaMemory:
     def _read(self, found: Found) -> dict[str, Any]:
         mesh = renewed_mesh(self._engine.shard_group, self._trainer.strategy.root_device.type)
         own = found.index_of(self._paths[self._engine.slot])
-        state: dict[str, Any] = put_together(found.read(), own or 0, mesh)
+        state = _state_of(found.read(), own or 0, mesh)
         for copy in self._copies:
             move(copy, [], mesh)
         move(self._trainer.lightning_module, self._trainer.optimizers, mesh)
@@ -247,3 +248,9 @@ class ReplicaMemory:
         for copy, own in zip(self._copies, copies, strict=True):
             restore(copy, [], own)
         restore(self._trainer.lightning_module, self._trainer.optimizers, module)
+
+
+def _state_of(parts: Sequence[Any], base: int, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return the state that ranks took apart; where streams are, each rank knows of its own."""
+    state: dict[str, Any] = put_together(parts, base, mesh)
+    return {**state, "sources": source_states.unpack(part["sources"] for part in parts)}

@@ -389,3 +389,38 @@ def test_who_left_a_stream_and_dies_before_the_commit_leaves_it_to_others() -> N
     assert plan.without_reader([1], of_absent=False) == [0]
     assert plan.hand_over([1], live=[1], of_absent=True) == {1: 0}
     assert plan.position(0) == 2
+
+
+class Continuing(Stateful):
+    """Begins wherever it is, and anew only once it was at its end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.numbers[self.position :]:
+            self.position += 1
+            yield number
+        self.position = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("source", [Stateful, Continuing])
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("num_steps", [0, 3])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_sources_with_a_state_go_back_in_the_same_process(source: Any, epoch: int, num_steps: int, is_known: bool) -> None:
+    streams = numbers_of(9, 4, 6)
+    job = Job([source(numbers) for numbers in streams])
+    for earlier in range(epoch):
+        job.train_epoch(earlier)
+    first = job.train_epoch(epoch, num_steps)
+    states, known = job.states(), [loader.source_states() for loader in job.loaders]
+    sources = {stream: own for of_rank in known for stream, own in of_rank.items()} if is_known else {}
+    job.train(5)
+    for loader, state in zip(job.loaders, states, strict=True):
+        loader.load_handed_out({**state, "sources": sources}, job.live)
+    again = [loader.source_states() for loader in job.loaders]
+    assert again == [sources] * 3, "who has not read on knows of all"
+    rest = job.train()
+    assert [own(before) + own(after) for before, after in zip(first, rest, strict=True)] == streams
+    assert [own(ours) for ours in job.train_epoch(epoch + 1)] == streams

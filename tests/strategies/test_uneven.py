@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_ft.events.audit import audit
 from lightning_ft.testing import (
     Fault,
     FaultPlan,
@@ -106,6 +107,24 @@ def test_a_stream_with_a_state_goes_on_from_it_in_a_rank_that_comes_back(train_o
     training = train_on_streams(plan, counts=[24, 18, 21], ft={"min_replicas": 3}, **options)
     check(training, plan)
     assert training.trained_samples(2) == [all_samples(24, 18, 21)] * 2
+
+
+def test_streams_with_a_state_go_back_to_it_with_the_only_replica(train_on_streams: Callable[..., Any]) -> None:
+    plan = FaultPlan(
+        [
+            Fault(kind="kill", slot=1, point="forward", step=3),  # back to the start
+            Fault(kind="kill", slot=2, point="forward", step=11),
+        ]
+    )
+    ft = {"shard_size": "all", "supervision": {"lost_streams": "take_over"}}
+    training = train_on_streams(plan, counts=[24, 18, 24], source="continuing", batch_size=2, snapshot_every=4, ft=ft)
+    training.job.check()
+    assert_used_up(plan, training.events)
+    assert audit(training.events).problems() == []
+    assert training.trained_samples(2) == [all_samples(24, 18, 24)] * 2
+    back = {event["step"] for event in training.of("rewound")}
+    assert min(back) == 0
+    assert max(back) in (8, 9, 10, 11), "of the newest snapshot, or of the return of a rank since"
 
 
 def test_uneven_streams_in_workers_and_windows_of_accumulation(train_on_streams: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
-from lightning_ft import FTStrategy, SupervisionOptions
+from lightning_ft import FTStrategy, ShardingOptions, SupervisionOptions
 from lightning_ft.callbacks import LoaderPosition
 from lightning_ft.testing import FaultPlan, fingerprint
 
@@ -30,6 +30,7 @@ class Options:
     strategy: str = "FTStrategy"
     devices: int = 3
     ft: dict[str, Any] = field(default_factory=dict)
+    snapshot_every: int = 10
     source: str = "iterable"
     counts: tuple[int, ...] = (24, 24, 24)
     """Samples of each rank's stream."""
@@ -108,6 +109,8 @@ def make_loader(options: Options) -> Any:
     )
     if kind == "stateful":
         return StatefulBatches(loader)
+    if kind == "continuing":
+        return ContinuingBatches(loader)
     return Batches(loader) if kind == "custom" else loader
 
 
@@ -153,6 +156,27 @@ class StatefulBatches(Batches):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.may_start, self.first = True, state["position"]
+
+
+class ContinuingBatches:
+    """Begins wherever it is, and anew only once it was at its end."""
+
+    position = 0
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < len(self.batches):
+            self.position += 1
+            yield self.batches[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
 
 
 class Model(LightningModule):
@@ -220,10 +244,13 @@ def main() -> None:
     if options.save_every:
         callbacks.append(ModelCheckpoint("steps", "{step}", every_n_train_steps=options.save_every, save_top_k=-1))
     supervision = SupervisionOptions(**options.ft.pop("supervision", {}))
+    sharding = ShardingOptions(memory_snapshot_every_n_steps=options.snapshot_every)
     trainer = Trainer(
         accelerator="cpu",
         devices=options.devices,
-        strategy=FTStrategy(supervision=supervision, **options.ft) if options.strategy == "FTStrategy" else options.strategy,
+        strategy=FTStrategy(supervision=supervision, sharding=sharding, **options.ft)
+        if options.strategy == "FTStrategy"
+        else options.strategy,
         max_epochs=options.max_epochs,
         callbacks=callbacks,
         logger=False,
