@@ -1,7 +1,7 @@
 """The device mesh of this rank's replica: made once, whatever ranks come and go in its group."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,8 +34,30 @@ def replica_mesh(engine: Engine, device_type: str) -> DeviceMesh:
     if known is None or known.shape != ranks.shape:  # an earlier Trainer call may have been one of other replicas
         make: Any = DeviceMesh.from_group
         names = (DIMENSION, TENSOR_DIMENSION)
-        _meshes[rows.row] = make([rows.column, rows.row], device_type, ranks, mesh_dim_names=names)
+        _meshes[rows.row] = RowMesh.of(make([rows.column, rows.row], device_type, ranks, mesh_dim_names=names))
     return _meshes[rows.row]
+
+
+class RowMesh(DeviceMesh):
+    """A mesh of two dimensions that gives out the same slices whatever rank its process has.
+
+    Torch takes a mesh apart by that rank, which changes while others come and go; user code may ask at any time.
+    """
+
+    slices: dict[str, DeviceMesh]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> "RowMesh":
+        """Return ``mesh`` itself, made by the rank that this process has."""
+        slices = {name: mesh[name] for name in mesh.mesh_dim_names or ()}
+        own: Any = mesh
+        own.__class__, own.slices = cls, slices  # torch's functions that make a mesh make no other type
+        return cast(RowMesh, own)
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        """Return the slice of this process."""
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
+        return self.slices[names[0]] if len(names) == 1 and names[0] in self.slices else super().__getitem__(mesh_dim_names)
 
 
 def sharding_part(mesh: DeviceMesh) -> DeviceMesh:

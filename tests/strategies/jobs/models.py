@@ -196,6 +196,13 @@ class InTensorParallel(Model):
             plan = {"0": ColwiseParallel(), "4": RowwiseParallel()}
             parallelize_module(self.net, self.device_mesh["tensor_parallel"], plan)
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for name in ("tensor_parallel", "data_parallel"):  # whatever its rank is by now
+            part = self.device_mesh[name]
+            assert part.get_coordinate() == (part.get_local_rank(),)
+            assert part.get_group() is self.device_mesh.get_group(name)
+        return super().training_step(batch, batch_idx)
+
 
 class GathersInValidation(Model):
     """A collective in each validation step."""
