@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_ft.elastic.state_codec import EncodedState, decode
 
-_MAGIC = b"LFTslot2"
+_MAGIC = b"LFTslot3"
 _CONTROL = struct.Struct(
-    "=8s9q"
-)  # magic, is whole, generation, step, index, count, call, header bytes, crc of the header, storages
+    "=8s10q"
+)  # magic, is whole, generation, step, operation, index, count, call, header bytes, crc of the header, storages
 _SIZE = struct.Struct("=q")
 _BODY = 256  # where the header begins: behind the control block
 _ALIGNMENT = 64
@@ -28,11 +28,13 @@ class Moment(NamedTuple):
     Args:
         generation: Number of the generation of ranks that took it.
         step: The step after which it was taken.
+        operation: How many operations its ranks had completed: several may be taken after one step, and differ.
 
     """
 
     generation: int
     step: int
+    operation: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class SharedSlot:
     def label(self) -> Label | None:
         """Return what the slot holds; None if it holds nothing whole."""
         found = self._read_control()
-        return None if found is None else Label(Moment(*found[1:3]), *found[3:6])
+        return None if found is None else Label(Moment(*found[1:4]), *found[4:7])
 
     def read(self) -> Any:
         """Return the state; its tensors lie in the slot's memory, and hold until it is written again.

@@ -128,7 +128,7 @@ class ReplicaMemory:
 
     def _put(self, state: dict[str, Any], call: int, *, at_once: bool) -> Moment:
         self._snapshots.fence()
-        moment = Moment(self._engine.generation, self._trainer.global_step)
+        moment = Moment(self._engine.generation, self._trainer.global_step, self._engine.completed)
         replica = self._engine.replica
         yes, total = self._collectives.count(self._snapshots.is_latest_whole)
         self._snapshots.begin(

@@ -93,6 +93,19 @@ def test_a_rank_that_comes_back_spares_the_snapshot_that_the_others_may_need() -
             assert steps(paths) == [step, 1]
 
 
+def test_of_two_snapshots_after_the_same_step_the_later_one_is_found() -> None:
+    for order in (1, -1):  # of the slots in which they come to lie
+        with memories(4) as paths:
+            ranks = Snapshots(paths[:2][::order]), Snapshots(paths[2:])
+            for operation in (7, 9):  # between them, somebody was given a stream
+                for index, snapshots in enumerate(ranks):
+                    label = Label(Moment(0, 3, operation), index, len(ranks))
+                    snapshots.begin(label, {"operation": operation}, latest_is_whole=True, at_once=True)
+            found = find_whole(paths)
+            assert [each.moment.operation for each in found] == [9, 7]
+            assert [part["operation"] for each in found for part in each.read()] == [9, 9, 7, 7]
+
+
 def test_what_changes_while_it_is_copied_is_no_snapshot() -> None:
     with memories(2) as paths:
         snapshots, weight = Snapshots(paths), torch.zeros(100)
