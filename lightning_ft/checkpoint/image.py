@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_ft.checkpoint._torch_compat import record_offset
+from lightning_ft.checkpoint.copying_checksum import CopyingChecksum
 from lightning_ft.checkpoint.plan import Entry
 
 _RECORD_ALIGNMENT = 64
@@ -46,6 +47,7 @@ class Image:
         self._file_name = file_name
         starts = [self._lay_out(entry) for entry in self.entries]
         self._body_bytes = self.size
+        self._memory = mmap.mmap(self.descriptor, self.size) if self.size else None
         self.destinations = self._map(starts)
         self.fill_tail({}, {})
 
@@ -61,10 +63,7 @@ class Image:
         return start
 
     def _map(self, starts: Sequence[int]) -> list[Tensor]:
-        if not self.size:
-            return []
-        memory = mmap.mmap(self.descriptor, self.size)
-        return [_view(memory, entry, start) for entry, start in zip(self.entries, starts, strict=True)]
+        return [_view(self._memory, entry, start) for entry, start in zip(self.entries, starts, strict=True)]
 
     def fill_tail(self, objects: dict[str, bytes], files: dict[str, bytes]) -> dict[str, tuple[int, int]]:
         """Set what is not tensors.
@@ -83,6 +82,7 @@ class Image:
             places[name] = (end, len(content))
             end += len(content)
         self.files = [(self._file_name, 0, end)] if end else []
+        self._tail = b"".join(objects.values())
         for name, content in files.items():
             begin = _aligned(end, _PAGE)
             _write(self.descriptor, content, begin)
@@ -92,13 +92,17 @@ class Image:
         os.ftruncate(self.descriptor, self.size)
         return places
 
+    def checksum(self) -> CopyingChecksum | None:
+        """Return what copies to :attr:`destinations` and so gets the checksum of the first file, if there is one."""
+        return CopyingChecksum(memoryview(self._memory or b""), self._tail) if self.files else None
+
     def view(self) -> mmap.mmap:
         """Return the whole memory, for a writer within this process."""
         return mmap.mmap(self.descriptor, self.size)
 
     def close(self) -> None:
         """Let go of the memory. May be called twice."""
-        self.destinations = []
+        self.destinations, self._memory = [], None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -119,7 +123,7 @@ def _record(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     return bytes(content[:start]), bytes(content[start + torch.Size(sizes).numel() * dtype.itemsize :])
 
 
-def _view(memory: mmap.mmap, entry: Entry, start: int) -> Tensor:
+def _view(memory: mmap.mmap | None, entry: Entry, start: int) -> Tensor:
     if not entry.nbytes:
         return torch.empty(entry.sizes, dtype=entry.dtype)
     flat = torch.frombuffer(memory, dtype=torch.uint8, count=entry.nbytes, offset=start)

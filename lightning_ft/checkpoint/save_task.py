@@ -184,13 +184,14 @@ class SaveTask:
     def _write_image(
         self, image: Image, snapshot: Snapshot, objects: tuple[tuple[str, int, int], ...], previous: PendingSave | None
     ) -> Post:
-        snapshot.finish()
+        checksum = snapshot.finish(image.checksum())
         self._save.copied.set()
         if previous is not None:
             with suppress(Exception):
                 previous.wait()
         self._leave = self._staging.enter()
-        written = self._means.writer.write(str(self._staging.directory), image, self._timeout)
+        known = {} if checksum is None else {self._file_name: checksum}
+        written = self._means.writer.write(str(self._staging.directory), image, self._timeout, known)
         self._save.write_seconds = written.seconds
         files = tuple(FileEntry(file["path"], file["size"], file["xxh3"]) for file in written.files)
         return Post(files, self._post_table(image), objects)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_ft.checkpoint.copying_checksum import CopyingChecksum
 from lightning_ft.errors import FaultToleranceError
 
 Pair = tuple[str, Tensor, Tensor]
@@ -52,18 +53,31 @@ class Snapshot:
         self._versions = [_version(source) for _, _, source in later]
         _copy(now)
 
-    def finish(self) -> None:
+    def finish(self, checksum: CopyingChecksum | None = None) -> str | None:
         """Copy the rest.
+
+        Args:
+            checksum: Of the memory that is copied to.
+
+        Returns:
+            The checksum if it was taken on the way: of memory that another device filled it would keep optimizers waiting.
 
         Raises:
             TornSnapshotError: If a source changed meanwhile.
 
         """
-        _copy(self._later)
+        value = None
+        if checksum is not None and all(source.device.type == "cpu" for _, _, source in self._later):
+            with torch.no_grad():
+                checksum.copy((destination, source) for _, destination, source in self._later)
+            value = checksum.finish()
+        else:
+            _copy(self._later)
         for (name, _, source), version in zip(self._later, self._versions, strict=True):
             if _version(source) != version:
                 raise TornSnapshotError(name)
         self._later = ()
+        return value
 
 
 def _copy(pairs: Sequence[Pair]) -> None:

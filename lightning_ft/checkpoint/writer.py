@@ -8,15 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lightning_ft.checkpoint import writer_process
 from lightning_ft.checkpoint.image import Image
 
 _OF_ONE_PROCESS = "memory://"
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,14 @@ class Writer:
         with self._lock:
             self._connect()
 
-    def write(self, directory: str, image: Image, timeout: timedelta) -> Written:
+    def write(self, directory: str, image: Image, timeout: timedelta, known: Mapping[str, str] = _NONE) -> Written:
         """Write the files of ``image`` into a directory, or below a store's address; return once that will last.
 
-        A process that does not answer within ``timeout`` is ended.
+        Args:
+            directory: Where.
+            image: What.
+            timeout: A process that does not answer within it is ended.
+            known: Checksums of files; those of others are taken.
 
         Raises:
             OSError: If that failed; ``ConnectionError`` if the process died, or this is closed.
@@ -68,9 +75,15 @@ class Writer:
         if directory.startswith(_OF_ONE_PROCESS):  # nobody else can write there
             started = time.monotonic()
             with image.view() as memory, memoryview(memory) as view:
-                files = writer_process.write_files(directory, image.files, view)
+                files = writer_process.write_files(directory, image.files, view, known=known)
             return Written(files, time.monotonic() - started)
-        order = {"directory": directory, "memory": image.name, "size": image.size, "files": image.files}
+        order = {
+            "directory": directory,
+            "memory": image.name,
+            "size": image.size,
+            "files": image.files,
+            "known": dict(known),
+        }
         with self._lock:
             if "://" in directory and self._environment != dict(os.environ):
                 self._end()  # credentials of a store may have been set since

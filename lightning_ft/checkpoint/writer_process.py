@@ -17,25 +17,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
 
 DIRECT_ALIGNMENT = 4096
 MESSAGE_BYTES = 1 << 16
-_CHUNK = 8 << 20
+_CHUNK = 32 << 20  # each call costs CPU time, and none ends before all of it is on the disk
+_CHUNK_FOR_STORE = 8 << 20
 _LONGEST_TEXT = 500
 _POLL = 1.0  # seconds; children of the trainer may hold the other end of the socket, so its end is not enough to go by
 
 
-def write_file(path: str, data: memoryview, keep_on: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def write_file(
+    path: str, data: memoryview, keep_on: Callable[[], None] = lambda: None, known: str | None = None
+) -> dict[str, Any]:
     """Write and sync one file; past the page cache where the file system allows it, which costs no CPU.
 
     Args:
         path: Where.
         data: What; to go past the page cache it must begin at a page.
         keep_on: Called before every chunk; what it raises ends the write.
+        known: Its checksum, if that was taken before.
 
     Returns:
         Its ``size``, its checksum ``xxh3`` and whether it went past the page cache (``direct``).
@@ -66,14 +70,15 @@ def write_file(path: str, data: memoryview, keep_on: Callable[[], None] = lambda
             if direct and written % DIRECT_ALIGNMENT:
                 direct = False  # cut short: what follows begins at no page
                 _leave_direct(descriptor)
-            checksum.update(data[done : done + written])
+            if known is None:
+                checksum.update(data[done : done + written])
             done += written
         os.fsync(descriptor)
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
     finally:
         os.close(descriptor)
-    return {"size": len(data), "xxh3": checksum.hexdigest(), "direct": went_direct}
+    return {"size": len(data), "xxh3": known or checksum.hexdigest(), "direct": went_direct}
 
 
 def _create(path: str, *, wants_direct: bool) -> tuple[int, bool]:
@@ -104,7 +109,11 @@ def sync_directory(path: str) -> None:
 
 
 def write_files(
-    directory: str, files: list[tuple[str, int, int]], memory: memoryview, keep_on: Callable[[], None] = lambda: None
+    directory: str,
+    files: list[tuple[str, int, int]],
+    memory: memoryview,
+    keep_on: Callable[[], None] = lambda: None,
+    known: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Write files into a directory, which is made if it is not there, and sync it.
 
@@ -113,21 +122,23 @@ def write_files(
         files: Of each its name, where it begins in ``memory``, and its size.
         memory: Holds their content.
         keep_on: See :func:`write_file`.
+        known: Checksums of files that were taken before.
 
     """
+    known = known or {}
     if "://" in directory:
-        return _write_to_store(directory, files, memory, keep_on)
+        return _write_to_store(directory, files, memory, keep_on, known)
     os.makedirs(directory, exist_ok=True)
     written = []
     for name, offset, size in files:
-        result = write_file(os.path.join(directory, name), memory[offset : offset + size], keep_on)
+        result = write_file(os.path.join(directory, name), memory[offset : offset + size], keep_on, known.get(name))
         written.append({"path": name, **result})
     sync_directory(directory)
     return written
 
 
 def _write_to_store(
-    url: str, files: list[tuple[str, int, int]], memory: memoryview, keep_on: Callable[[], None]
+    url: str, files: list[tuple[str, int, int]], memory: memoryview, keep_on: Callable[[], None], known: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
@@ -137,17 +148,18 @@ def _write_to_store(
         checksum = xxhash.xxh3_64()
         file = store.open(f"{path}/{name}", "wb")
         try:
-            for begin in range(offset, offset + size, _CHUNK):
+            for begin in range(offset, offset + size, _CHUNK_FOR_STORE):
                 keep_on()
-                chunk = memory[begin : min(begin + _CHUNK, offset + size)]
-                checksum.update(chunk)
+                chunk = memory[begin : min(begin + _CHUNK_FOR_STORE, offset + size)]
+                if name not in known:
+                    checksum.update(chunk)
                 file.write(chunk)
         except BaseException:
             with contextlib.suppress(Exception):
                 file.discard()  # the parts that are there
             raise
         file.close()
-        written.append({"path": name, "size": size, "xxh3": checksum.hexdigest(), "direct": False})
+        written.append({"path": name, "size": size, "xxh3": known.get(name) or checksum.hexdigest(), "direct": False})
     return written
 
 
@@ -180,7 +192,7 @@ class _Orders:
             if "://" in order["directory"]:
                 self._watch()
             with memoryview(memory) as view:
-                files = write_files(order["directory"], order["files"], view, self._keep_on)
+                files = write_files(order["directory"], order["files"], view, self._keep_on, order["known"])
         except OSError as error:
             text = (error.strerror or str(error))[:_LONGEST_TEXT]
             return {"error": [error.errno or errno.EIO, text, error.filename or order["directory"]]}

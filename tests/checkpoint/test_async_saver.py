@@ -67,7 +67,7 @@ def test_nothing_may_change_before_all_that_is_saved_was_copied_twins_notwithsta
 ) -> None:
     finish = Snapshot.finish
     may_copy, returned = threading.Event(), threading.Event()
-    monkeypatch.setattr(Snapshot, "finish", lambda snapshot: (may_copy.wait(30), finish(snapshot)))
+    monkeypatch.setattr(Snapshot, "finish", lambda *args: may_copy.wait(30) and finish(*args))
     state = {"weight": torch.randn(8)}
     save = saver.save(tmp_path / "a.ckpt", content(state), may_change=lambda name, tensor: False)
     twin = saver.save(tmp_path / "last.ckpt", content(state), twin_of=save)
