@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ft.rerun.gradient_norm import norm_of
+from lightning_ft.rerun.gradient_norm import TotalNorm
 
 T = TypeVar("T")
 
@@ -19,8 +18,8 @@ T = TypeVar("T")
 class OwnGradient:
     """Measures gradients before any strategy averages them.
 
-    FTStrategy keeps them until they are averaged, and waits meanwhile, which is the time to measure them. Under others each
-    is measured as soon as backward has added to it.
+    FTStrategy measures them as it sends them, and keeps them until they are averaged. Under others each is measured as soon
+    as backward has added to it.
 
     Args:
         trainer: The trainer, in a fit.
@@ -31,12 +30,13 @@ class OwnGradient:
     def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._pl_module = pl_module
         self._handles: dict[Parameter, RemovableHandle] = {}
-        self._norms: dict[Parameter, Tensor] = {}
+        self._norms: dict[Parameter, TotalNorm] = {}
+        self._sent: Tensor | None = None
         self._is_measuring = False
         self._is_over = False
         is_sharded = any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())
         look_with = getattr(trainer.strategy, "look_at_own_gradients_with", None)
-        self._look_with: Callable[[Callable[[], None] | None], None] | None = None if is_sharded else look_with
+        self._look_with: Callable[[Callable[[Tensor | None], None] | None], None] | None = None if is_sharded else look_with
         if self._look_with is not None:
             self._look_with(self._look)
 
@@ -65,11 +65,12 @@ class OwnGradient:
         if self._look_with is None:
             self._follow()
         self._norms.clear()
+        self._sent = None
         self._is_measuring, self._is_over = True, False
         try:
             yield
             if self._look_with is not None and not self._is_over:
-                self._look()  # nothing was averaged
+                self._look(None)  # nothing was averaged
         finally:
             self._is_measuring = False
 
@@ -79,7 +80,9 @@ class OwnGradient:
 
         Where each is measured after backward: of those that the last pass added to.
         """
-        return torch.stack(list(self._norms.values())).norm() if self._norms else None
+        if self._sent is not None:
+            return self._sent
+        return TotalNorm(self._norms.values()).value
 
     def _follow(self) -> None:
         """Parameters may be unfrozen or added."""
@@ -87,9 +90,10 @@ class OwnGradient:
             if parameter.requires_grad and parameter not in self._handles and not isinstance(parameter, DTensor):
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
-    def _look(self) -> None:
+    def _look(self, sent: Tensor | None) -> None:
         if self._is_measuring:
-            for parameter in self._pl_module.parameters():
+            self._sent = sent
+            for parameter in self._pl_module.parameters() if sent is None else ():
                 if parameter.requires_grad:
                     self._measure(parameter)
             self._is_over = True
@@ -99,7 +103,7 @@ class OwnGradient:
             assert isinstance(parameter, Parameter)
             self._measure(parameter)
 
-    @torch.no_grad()
     def _measure(self, parameter: Parameter) -> None:
         if parameter.grad is not None:
-            self._norms[parameter] = norm_of(parameter.grad)
+            self._norms[parameter] = TotalNorm()
+            self._norms[parameter].add(parameter.grad)

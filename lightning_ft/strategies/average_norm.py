@@ -1,33 +1,29 @@
-"""The norm of averaged gradients, measured message by message while later ones are under way."""
+"""The norm of averaged gradients, measured as they are written."""
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_ft.rerun.gradient_norm import norm_of
+from lightning_ft.rerun.gradient_norm import TotalNorm
 
 
 class AverageNorm:
     """The norm of one average, as long as gradients are what was averaged."""
 
     def __init__(self) -> None:
-        self._norms: dict[int, Tensor] = {}
+        self.total = TotalNorm()
+        """Of what was written."""
         self._gradients: dict[Parameter, tuple[Tensor, int]] = {}
 
     def forget(self) -> None:
         """Begin with another average."""
-        self._norms.clear()
+        self.total.clear()
         self._gradients.clear()
-
-    def add(self, index: int, averages: Tensor) -> None:
-        """Measure what was averaged in a message."""
-        self._norms[index] = norm_of(averages)
 
     def is_of(self, parameters: Sequence[Parameter]) -> None:
         """Note that what was measured is now all that is in the gradients of ``parameters``."""
-        if self._norms:
+        if self.total.value is not None:
             dense = {p: p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse}
             self._gradients = {p: (gradient, gradient._version) for p, gradient in dense.items()}
             if len(dense) < len(parameters):
@@ -42,6 +38,6 @@ class AverageNorm:
             for parameter, gradient in ((p, p.grad) for p in parameters)
             if gradient is not None
         ]
-        norms = list(self._norms.values()) if all(known) and len(known) == len(self._gradients) else []
+        norm = self.total.value if all(known) and len(known) == len(self._gradients) else None
         self.forget()  # gradients take memory, which is to be free when they are set to None
-        return torch.stack(norms).norm() if norms else None
+        return norm

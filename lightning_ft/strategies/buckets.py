@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lightning_ft.rerun.gradient_norm import TotalNorm, in_pieces
+
 _SPARE_BYTES = 16 << 20
 
 
@@ -36,13 +38,28 @@ class Bucket:
         self.views = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @torch.no_grad()  # a backward pass with `create_graph=True` calls hooks with gradients enabled
-    def fill(self, scale: float) -> None:
-        """Overwrite the message with the gradients of this rank, times ``scale``."""
+    def fill(self, scale: float, norm: TotalNorm | None = None) -> None:
+        """Overwrite the message with the gradients of this rank, times ``scale``; add them to ``norm``."""
         for view, parameter in zip(self.views, self.parameters, strict=True):
             if parameter.grad is None or scale == 0.0:
                 view.zero_()
-            else:
+            elif norm is None:
                 torch.mul(local_part(parameter.grad), scale, out=view)
+            else:
+                for out, gradient in in_pieces(view, local_part(parameter.grad)):
+                    torch.mul(gradient, scale, out=out)
+                    norm.add(gradient)
+
+
+@torch.no_grad()
+def write_back(gradients: list[Tensor], averages: list[Tensor], norm: TotalNorm | None) -> None:
+    """Overwrite ``gradients``; add what they are then to ``norm``."""
+    if norm is not None:
+        for pair in zip(gradients, averages, strict=True):
+            for gradient, average in in_pieces(*pair):
+                norm.add(gradient.copy_(average))
+    elif gradients:
+        torch._foreach_copy_(gradients, averages)
 
 
 def local_part(tensor: Tensor) -> Tensor:

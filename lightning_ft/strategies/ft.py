@@ -648,10 +648,10 @@ class FTStrategy(LiveRanks):
         assert self._steps is not None
         self._steps.checked = check
 
-    def look_at_own_gradients_with(self, look: Callable[[], None] | None) -> None:
+    def look_at_own_gradients_with(self, look: Callable[[Tensor | None], None] | None) -> None:
         """Have ``look`` called in each reduction of a module that is not sharded, while its messages are under way.
 
-        ``p.grad`` is this rank's own then, of all batches of the step.
+        ``p.grad`` is this rank's own then, of all batches of the step. It gets the norm of that, if it is known by then.
         """
         if self._steps is not None:
             self._steps.look_with(look)

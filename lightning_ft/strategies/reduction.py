@@ -20,8 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from lightning_ft.elastic.engine import Engine
 from lightning_ft.elastic.exchange import Exchange, PendingExchange
 from lightning_ft.elastic.groups import Group, Work
+from lightning_ft.rerun.gradient_norm import TotalNorm
 from lightning_ft.strategies.average_norm import AverageNorm
-from lightning_ft.strategies.buckets import Bucket, Layout, as_gradient, local_part
+from lightning_ft.strategies.buckets import Bucket, Layout, as_gradient, local_part, write_back
 from lightning_ft.strategies.sparse_gradients import no_rows, sum_rows, write_rows
 
 _UNKNOWN = 1 << 60
@@ -106,10 +107,10 @@ class GradientReducer:
         """
         self.covers: Callable[[Collection[int]], bool] = lambda members: True
         """Whether the gradients of these slots are all that the step is to have; otherwise nothing is averaged."""
-        self.while_reducing: Callable[[], None] | None = None
+        self.while_reducing: Callable[[Tensor | None], None] | None = None
         """Called in each reduction, once its messages are under way: ``p.grad`` is this rank's own gradient then.
 
-        As long as it is there, the norm of averages is measured, too.
+        It gets the norm of that, if it could be measured as the messages were written; that of averages is then, too.
         """
         self.average_norm = AverageNorm()
         """Of the newest average."""
@@ -117,6 +118,7 @@ class GradientReducer:
         self._pending: PendingExchange | None = None
         self._group: Group | None = None
         self._works: list[Work] = []
+        self._own_norms: list[TotalNorm] = []  # of what was sent, message by message
         self._error: RuntimeError | None = None
         self._in_ghost = False
         self._changed_late = False
@@ -265,6 +267,7 @@ class GradientReducer:
     def _start_over(self, group: Group | None) -> None:
         self._group = group
         self._works = []
+        self._own_norms = []
         self._error = None
         self._changed_late = False  # whatever is filled from now on is whole
         self.average_norm.forget()
@@ -282,7 +285,11 @@ class GradientReducer:
         if group is not self._group:
             self._start_over(group)
         bucket = self._buckets[len(self._works)]
-        bucket.fill(1.0 / size if self._counts() else 0.0)
+        scale = 1.0 / size if self._counts() else 0.0
+        norm = None if self.while_reducing is None else TotalNorm()
+        bucket.fill(scale, norm)
+        if norm is not None and self._counts():
+            self._own_norms.append(norm)
         if bucket.flags.numel():
             used = [self._counts() and uses.any for uses in self._uses]
             used.append(not self._changed_late)
@@ -313,8 +320,6 @@ class GradientReducer:
             if weight not in (0, total):  # the mean is over the micro-batches that count, not over all ranks
                 for tensor in (*(bucket.gradients for bucket in self._buckets), *(values for _, values in sparse)):
                     tensor.mul_(total / weight)
-                for index in range(len(self._buckets)):
-                    self._measure(index)
             if weight == 0:
                 # Whoever had a batch died. Optimizers are stepped all the same, and find the gradients that they would.
                 touched = torch.tensor([float(uses.in_ghost) for uses in self._uses])
@@ -347,9 +352,8 @@ class GradientReducer:
         while len(self._works) < len(self._buckets):
             self._launch(group, size)
         self._show_own()
-        for index, work in enumerate(self._works):
+        for work in self._works:
             work.wait()
-            self._measure(index)  # while later ones are under way
         if not self._buckets or self._buckets[-1].flags.min() >= size:
             return []
         counts: list[float] = self._buckets[-1].flags.tolist()
@@ -357,35 +361,32 @@ class GradientReducer:
 
     def _hold(self, flats: Sequence[Tensor]) -> None:
         """Let the buckets hold the averages, also if another rank has completed the reduction."""
-        for index, (bucket, flat) in enumerate(zip(self._buckets, flats, strict=True)):
+        for bucket, flat in zip(self._buckets, flats, strict=True):
             if flat is not bucket.flat:
                 bucket.flat.copy_(flat)
-                self._measure(index)
 
     def _show_own(self) -> None:
         if self.while_reducing is not None and not self._is_shown:
-            self.while_reducing()
+            self.while_reducing(self._own_norm())
         self._is_shown = True
 
-    def _measure(self, index: int) -> None:
-        if self.while_reducing is not None:
-            self.average_norm.add(index, self._buckets[index].gradients)
+    def _own_norm(self) -> Tensor | None:
+        """Return the norm of this rank's own gradient, if it is what was sent."""
+        is_sent = len(self._own_norms) == len(self._buckets) and not self._changed_late and not self._layouts[-1].sparse
+        return TotalNorm(self._own_norms).value if is_sent else None
 
     @torch.no_grad()  # with `create_graph=True` gradients have a graph of their own
     def _write_back(self, untouched: set[int]) -> None:
         """Let ``p.grad`` be the average; a parameter that no rank used keeps what it has, as under ``ddp``."""
         kept = {self._parameters[index] for index in untouched}
+        norm = None if self.while_reducing is None or kept else self.average_norm.total
         for bucket in self._buckets:
-            averages = list(zip(bucket.parameters, bucket.views, strict=True))
-            if kept:
-                averages = [(parameter, view) for parameter, view in averages if parameter not in kept]
-            known = [(local_part(p.grad), view) for p, view in averages if p.grad is not None]
-            if known:
-                torch._foreach_copy_([grad for grad, _ in known], [view for _, view in known])
-            if len(known) < len(averages):
-                for parameter, view in averages:
-                    if parameter.grad is None:  # used by another rank only
-                        parameter.grad = as_gradient(parameter, view.clone())
+            averages = [pair for pair in zip(bucket.parameters, bucket.views, strict=True) if pair[0] not in kept]
+            for parameter, view in averages:
+                if parameter.grad is None:  # used by another rank only
+                    parameter.grad = as_gradient(parameter, torch.empty_like(view))
+            gradients = [local_part(parameter.grad) for parameter, _ in averages if parameter.grad is not None]
+            write_back(gradients, [view for _, view in averages], norm)
         if not kept:
             self.average_norm.is_of(self._parameters)
 

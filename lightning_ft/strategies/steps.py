@@ -99,7 +99,7 @@ class TrainingSteps:
         """Whether every optimizer step follows from one reduction."""
         return self._pl_module.automatic_optimization and not self._pl_module.trainer.fit_loop._skip_backward
 
-    def look_with(self, look: Callable[[], None] | None) -> None:
+    def look_with(self, look: Callable[[Tensor | None], None] | None) -> None:
         """Have ``look`` called while gradients are reduced."""
         self._reducer.while_reducing = look
 

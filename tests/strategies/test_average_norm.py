@@ -8,9 +8,10 @@ from lightning_ft.strategies.average_norm import AverageNorm
 def averaged() -> tuple[AverageNorm, list[nn.Parameter]]:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(3))]
     norm = AverageNorm()
-    norm.add(0, torch.tensor([9.0]))  # sent again
-    norm.add(0, torch.tensor([1.0, 2.0]))
-    norm.add(1, torch.tensor([2.0]))
+    norm.total.add(torch.tensor([9.0]))
+    norm.forget()  # averaged anew
+    norm.total.add(torch.tensor([1.0, 2.0]))
+    norm.total.add(torch.tensor([2.0]))
     parameters[0].grad, parameters[1].grad = torch.tensor([1.0, 2.0]), torch.tensor([2.0])
     norm.is_of(parameters[:2])
     return norm, parameters

@@ -7,7 +7,8 @@ from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.engine import SoloEngine
 from lightning_ft.elastic.gathering import gather_with_gradients
 from lightning_ft.elastic.local import LocalEngine
-from lightning_ft.strategies.buckets import make_buckets
+from lightning_ft.rerun.gradient_norm import TotalNorm, gradient_norm
+from lightning_ft.strategies.buckets import make_buckets, write_back
 from lightning_ft.strategies.reduction import GradientReducer
 from lightning_ft.testing import run_ranks
 
@@ -31,6 +32,31 @@ def test_bucket_scales_a_gradient_and_takes_none_for_zero():
         first: [[0.0, 0.5, 1.0], [1.5, 2.0, 2.5]],
         second: [0.0, 0.0, 0.0],
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_norms_that_are_measured_meanwhile_are_those_of_gradients_and_change_nothing_of_what_is_copied(dtype):
+    shapes = [(3,), (500, 700), (70, 3, 30, 30), (1,), (0, 2), (131072,)]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    for parameter in parameters[1:]:  # the first one has none
+        parameter.grad = torch.randn(parameter.shape, dtype=dtype)
+    parameters[2].grad = parameters[2].grad.to(memory_format=torch.channels_last)
+    parameters[1].grad.requires_grad_()  # as with `create_graph=True`
+    plain, measured = (make_buckets(parameters, bucket_bytes=1 << 30, num_flags=7)[0] for _ in range(2))
+    own, none = TotalNorm(), TotalNorm()
+    plain.fill(1 / 3)
+    measured.fill(1 / 3, own)
+    assert torch.equal(plain.flat, measured.flat)
+    assert torch.equal(own.value, gradient_norm(parameters))
+    parameters[0].grad = torch.ones(3, dtype=dtype)
+    average = TotalNorm()
+    write_back([parameter.grad for parameter in measured.parameters], measured.views, average)
+    for parameter, view in zip(plain.parameters, plain.views, strict=True):
+        assert torch.equal(parameter.grad, view)
+    assert torch.equal(average.value, gradient_norm(parameters))
+    measured.fill(0.0, none)  # nothing of this rank is in it
+    assert none.value is None
+    assert not measured.gradients.any()
 
 
 @pytest.mark.parametrize("num_steps", [1, 3])
@@ -95,7 +121,7 @@ def use_a_layer_more_often(engine: LocalEngine) -> list:
     parameters = [*first.parameters(), *last.parameters()]
     reducer = GradientReducer(parameters, engine, bucket_bytes=1)
     gradients, own, average = [], [], []
-    reducer.while_reducing = lambda: own.append(norm_of_all(parameters))
+    reducer.while_reducing = lambda norm: own.append((norm_of_all(parameters), norm if norm is None else float(norm)))
     for step, uses in enumerate([(1, 1), (1, 2), (3, 1)]):  # by rank
         for parameter in parameters:
             parameter.grad = None
@@ -127,7 +153,9 @@ def test_gradient_that_one_rank_adds_to_after_its_reduction_had_begun_is_reduced
             for _ in range(uses[rank]):
                 last(first(torch.full((2, 4), 1.0 + rank + step))).square().mean().backward()
             own.append([parameter.grad for parameter in parameters])
-            assert results[rank][2][step] == pytest.approx(norm_of_all(parameters))  # it was looked at before, and once
+            looked_at, told = results[rank][2][step]  # before it was averaged, and once
+            assert looked_at == pytest.approx(norm_of_all(parameters))
+            assert told == (None if uses[rank] > 1 else pytest.approx(looked_at))  # what was sent too early is not all
         for parameter, reduced, one, other in zip(parameters, results[0][0][step], *own, strict=True):
             parameter.grad = (one + other) / 2
             torch.testing.assert_close(parameter.grad, torch.tensor(reduced))
@@ -139,7 +167,7 @@ def use_a_layer_now_and_then(engine: LocalEngine) -> list:
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)])
     reducer = GradientReducer(layers.parameters(), engine, bucket_bytes=1)
-    reducer.while_reducing = lambda: None
+    reducer.while_reducing = lambda norm: None
     told = []
     for step, used in enumerate([(0, 2), (0, 1, 2), (0, 2), (0, 1, 2) if engine.rank else (0, 2)]):
         layers.zero_grad()
