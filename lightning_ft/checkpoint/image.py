@@ -143,9 +143,22 @@ def _write(descriptor: int, content: bytes | memoryview, position: int) -> None:
 
 def pickled(values: Iterable[tuple[str, object]]) -> dict[str, bytes]:
     """Return objects as DCP stores them."""
-    result = {}
-    for name, value in values:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        result[name] = buffer.getvalue()
-    return result
+    return {name: _saved_once(value, repr(value)) if _is_plain(value) else _saved(value) for name, value in values}
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@lru_cache(maxsize=256)
+def _saved_once(value: object, text: str) -> bytes:
+    """Return what :func:`_saved` does; ``text`` tells 1 from 1.0 and True. Most options of optimizers never change."""
+    return _saved(value)
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is tuple:
+        return len(value) < 10 and all(map(_is_plain, value))
+    return type(value) in (bool, int, float, type(None)) or (type(value) is str and len(value) < 100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lightning_ft.checkpoint.layout import MANIFEST, Manifest
+from lightning_ft.checkpoint.temporary_copies import hold, make_directory
 
 
 class _Ranks(Protocol):
@@ -33,6 +33,7 @@ class KeptCopy:
     def __init__(self, ranks: _Ranks) -> None:
         self._ranks = ranks
         self._directory: Path | None = None
+        self._release: Callable[[], None] = lambda: None
         self._is_whole = False
 
     @property
@@ -43,8 +44,9 @@ class KeptCopy:
     def begin(self) -> None:
         """Collective. Forget what there is, for another checkpoint."""
         self.close()
-        made = tempfile.mkdtemp(prefix="lightning_ft-") if self._ranks.rank == 0 else ""
+        made = make_directory() if self._ranks.rank == 0 else ""
         self._directory = Path(self._ranks.broadcast(made))
+        self._release = hold(self._directory)
 
     def has_room(self, manifest: Manifest) -> bool:
         """Whether there is room, and as much again for others."""
@@ -84,6 +86,8 @@ class KeptCopy:
         if self._directory is not None and self._ranks.rank == 0:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._directory = None
+        self._release()
+        self._release = lambda: None
 
     def _size(self, name: str) -> int:
         assert self._directory is not None

@@ -1,7 +1,6 @@
 """Checkpoints of stores, for strategies that read file systems only."""
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from lightning.pytorch.strategies import Strategy
 
 from lightning_ft.checkpoint.dcp_reading import content_directory
 from lightning_ft.checkpoint.store_path import StorePath, place
+from lightning_ft.checkpoint.temporary_copies import hold, make_directory
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def readable(trainer: Trainer, path: str) -> Iterator[str]:
     if not isinstance(where, StorePath) or not reads_itself or reads_stores or not where.is_dir():
         yield path
         return
-    copy = strategy.broadcast(tempfile.mkdtemp(prefix="lightning_ft-") if trainer.is_global_zero else "")
+    copy = strategy.broadcast(make_directory() if trainer.is_global_zero else "")
+    release = hold(copy)
     try:
         if trainer.local_rank == 0:
             _copy(where, Path(copy))
@@ -38,6 +39,7 @@ def readable(trainer: Trainer, path: str) -> Iterator[str]:
     finally:
         if trainer.local_rank == 0:
             shutil.rmtree(copy, ignore_errors=True)
+        release()
 
 
 def _copy(source: StorePath, target: Path) -> None:
