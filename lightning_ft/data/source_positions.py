@@ -3,6 +3,7 @@
 import logging
 import pickle
 from typing import Any, Protocol
+from weakref import WeakSet
 
 log = logging.getLogger(__name__)
 
@@ -17,6 +18,9 @@ class Memory(Protocol):
         """Return what was kept last."""
 
 
+_begun: "WeakSet[Any]" = WeakSet()
+
+
 class Beginning:
     """Where a source was before the first batch of an epoch; some begin anew only once they were at their end."""
 
@@ -25,17 +29,24 @@ class Beginning:
         self._epoch: int | None = None
         self._state: Any = None
 
-    def note(self, epoch: int, state: Any) -> None:
-        """Note the state of a source that begins ``epoch``."""
+    def note(self, epoch: int, source: Any) -> None:
+        """Note the state of ``source``, which begins ``epoch`` and has yielded nothing yet."""
+        is_first = _begins_first(source)
+        try:
+            state = source.state_dict()
+        except Exception as error:  # some can only tell once they yielded something
+            log.debug("%s does not tell where it begins: %r", type(source).__name__, error)
+            return
         packed = _packed(state)
+        if self._first is None:
+            self._first = packed if is_first else b""
         # Later it may still tell where it was at the end of the epoch before: loaded, it would yield nothing.
-        if state is not None and (self._first is None or (packed and packed == self._first)):
+        if state is not None and (is_first or (packed and packed == self._first)):
             self._epoch, self._state = epoch, state
-        self._first = packed if self._first is None else self._first
 
-    def skip(self) -> None:
-        """The source goes on from elsewhere."""
-        self._first = self._first or b""
+    def skip(self, source: Any) -> None:
+        """Take note that ``source`` goes on from elsewhere."""
+        _begins_first(source)
 
     def put_back(self, epoch: int, source: Any) -> None:
         """Put ``source`` back to where it began ``epoch``, if that is known."""
@@ -84,7 +95,7 @@ class SourcePositions:
                 self._beginning.put_back(epoch, self._source)
                 return 0
             states = {position: known["state"]}
-        self._beginning.skip()
+        self._beginning.skip(self._source)
         self._source.load_state_dict(states[position])
         self._num_read = self._committed = position
         self._states[position] = states[position]
@@ -92,12 +103,7 @@ class SourcePositions:
 
     def begin(self, epoch: int) -> None:
         """Note where the source is that begins an epoch and has yielded nothing yet; after :meth:`resume` returned 0."""
-        try:
-            state = self._source.state_dict()
-        except Exception as error:  # some can only tell once they yielded something
-            log.debug("%s does not tell where it begins: %r", type(self._source).__name__, error)
-            return
-        self._beginning.note(epoch, state)
+        self._beginning.note(epoch, self._source)
 
     def stand_at(self, position: int) -> None:
         """Take ``position`` batches for committed, up to which the source was read."""
@@ -135,3 +141,14 @@ def _packed(state: Any) -> bytes:
         return pickle.dumps(state)
     except (pickle.PicklingError, TypeError, AttributeError):
         return b""
+
+
+def _begins_first(source: Any) -> bool:
+    """Return whether a source begins for the first time in this process, with the dataset that it reads."""
+    parts = [source, source.dataset] if hasattr(source, "dataset") else [source]
+    try:
+        is_first = not any(part in _begun for part in parts)
+        _begun.update(parts)
+    except TypeError:  # it can't be remembered
+        return False
+    return is_first

@@ -424,3 +424,15 @@ def test_sources_with_a_state_go_back_in_the_same_process(source: Any, epoch: in
     rest = job.train()
     assert [own(before) + own(after) for before, after in zip(first, rest, strict=True)] == streams
     assert [own(ours) for ours in job.train_epoch(epoch + 1)] == streams
+
+
+def test_a_source_that_another_fit_read_begins_anew_after_a_way_back() -> None:
+    sources = [Stateful(numbers) for numbers in numbers_of(5, 3)]
+    Job(sources).train_epoch()
+    job = Job(sources)
+    job.train_epoch(num_steps=0)
+    states = job.states()
+    job.train(2)
+    for loader, state in zip(job.loaders, states, strict=True):
+        loader.load_handed_out(state, job.live)
+    assert [own(ours) for ours in job.train()] == numbers_of(5, 3)
