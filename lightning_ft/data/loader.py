@@ -1,7 +1,7 @@
 """The loader that a rank iterates: the user's sampler decides the order, tickets decide who trains what."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import chain, zip_longest
 from typing import Any, Protocol, TypeVar
@@ -141,8 +141,10 @@ class ElasticLoader:
         """How many further batches this epoch has if nobody dies or joins."""
         return self.plan.remaining_steps(self.live)
 
-    def commit(self, contributors: tuple[int, ...]) -> dict[int, list[int]]:
+    def commit(self, contributors: tuple[int, ...]) -> Mapping[int, list[int]]:
         """Record that a step with the gradients of ``contributors`` is committed; return the tickets that are done."""
+        if contributors == self.live:
+            return self.plan.commit(self.live)
         done = self.plan.commit(contributors)
         for slot in set(self.live) - set(contributors):
             self.plan.remove(slot)

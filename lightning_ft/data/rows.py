@@ -1,13 +1,13 @@
 """Deals the batches of an epoch so that every step trains as many of them as if all slots were live; pure."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain, groupby
 from typing import Any
 
 from lightning_ft.data.segments import SegmentPool
 from lightning_ft.data.tickets import TicketPlan
 
-Pass = dict[int, int | None]
+Pass = Mapping[int, int | None]
 """The ticket of each live slot in one forward and backward pass; None for a slot that only keeps the others company."""
 
 

@@ -1,10 +1,12 @@
 """Deals the batches of an epoch over slots that may come and go; pure, and the same on every rank."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from lightning_ft.data.segments import SegmentPool, from_runs, from_triples, merge_segments, to_runs, to_triples
+from lightning_ft.data.dealing import Dealing
+from lightning_ft.data.lockstep import Lockstep
+from lightning_ft.data.segments import from_runs, from_triples, merge_segments, to_runs, to_triples
 
 _STATE_VERSION = 1
 
@@ -48,51 +50,65 @@ class TicketPlan:
 
     def begin_epoch(self, epoch: int) -> None:
         """Open all tickets again and deal round 0."""
-        self.epoch = epoch
-        self.round = 0
-        self._num_open = self.num_tickets
-        self._in_flight: dict[int, list[int]] = {}
-        self._returned: list[int] = []
-        self._start_round([range(self.num_tickets)], range(self.num_slots))
+        self.begin_with(epoch, [range(self.num_tickets)])
 
     def begin_with(self, epoch: int, segments: Iterable[range]) -> None:
         """Deal round 0 of an epoch in which only the tickets in ``segments`` are open."""
-        self.begin_epoch(epoch)
-        self._start_round(segments, range(self.num_slots))
-        self._num_open = len(self._pool)
+        self.epoch = epoch
+        self._begin_dealing(0, segments, range(self.num_slots))
+
+    def _begin_dealing(self, number: int, segments: Iterable[range], slots: Sequence[int]) -> None:
+        self.round = number
+        self._steps: Lockstep | None = None
+        self._dealing_before_steps = Dealing(segments, slots)
+
+    @property
+    def _dealing(self) -> Dealing:
+        """Where every ticket is.
+
+        Takes in lockstep are counted, but not entered: that costs the same whatever the number of slots. They are entered
+        here, before anybody looks, and so that nobody can change anything under them.
+        """
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            self._dealing_before_steps.take_in_lockstep(steps)
+        return self._dealing_before_steps
 
     @property
     def num_open(self) -> int:
         """How many tickets are neither done nor in flight."""
-        return self._num_open
+        return self._dealing.num_open
 
     @property
     def in_flight(self) -> dict[int, list[int]]:
         """Tickets taken since the last commit, by slot, in the order in which they were taken."""
-        return {slot: list(tickets) for slot, tickets in self._in_flight.items()}
+        return {slot: list(tickets) for slot, tickets in self._dealing.in_flight.items()}
 
     def open_tickets(self) -> Iterator[int]:
         """Lazily, all tickets that are neither done nor in flight, as a new round would deal them."""
-        return chain.from_iterable(self._open_segments())
+        return chain.from_iterable(self._dealing.open_segments())
 
     def open_segments(self) -> list[range]:
         """All tickets that are neither done nor in flight, in the order of the round."""
-        if not self._returned and len(set(self._taken)) == 1:  # nobody is ahead of the others
-            return list(self._pool.every(1, self._taken[0] * len(self._taken)))
+        dealing = self._dealing
+        if not dealing.returned and len(set(dealing.taken)) == 1:  # nobody is ahead of the others
+            return list(dealing.pool.every(1, dealing.taken[0] * len(dealing.taken)))
         return merge_segments(range(ticket, ticket + 1) for ticket in sorted(self.open_tickets()))
 
     def remaining_steps(self, live: Collection[int]) -> int:
         """How many further calls of :meth:`take` will yield tickets if ``live`` does not change."""
-        slots = _check_live(live)
-        orphaned = sum(len(tickets) for slot, tickets in self._in_flight.items() if slot not in slots)
-        return -(-(self._num_open + orphaned) // len(slots))
+        steps = self._steps
+        if steps is not None and steps.are_of(live):
+            return steps.num_until_all_is_taken - steps.num_taken
+        slots, dealing = _check_live(live), self._dealing
+        orphaned = sum(len(tickets) for slot, tickets in dealing.in_flight.items() if slot not in slots)
+        return -(-(dealing.num_open + orphaned) // len(slots))
 
     def upcoming(self, slot: int) -> Iterator[int]:
         """Lazily, the tickets that ``slot`` will take next if no new round begins: what its workers may prefetch."""
-        owner = self._owners.get(slot)
-        return chain.from_iterable(()) if owner is None else chain.from_iterable(self._segments_left(owner))
+        return chain.from_iterable(self._dealing.left(slot))
 
-    def take(self, live: Collection[int]) -> dict[int, int | None]:
+    def take(self, live: Collection[int]) -> Mapping[int, int | None]:
         """Take the next micro-batch on every live slot.
 
         :attr:`round` changes when this begins a new round: then what :meth:`upcoming` told before is no longer right.
@@ -108,20 +124,24 @@ class TicketPlan:
             ValueError: If ``live`` is empty or names a slot twice.
 
         """
-        slots = _check_live(live)
-        for slot in sorted(self._in_flight.keys() - slots):
-            self.remove(slot)
-        if not self._num_open:
+        steps = self._steps
+        if steps is not None and steps.num_taken < steps.num_takes and steps.are_of(live):
+            return steps.take()
+        slots, dealing = _check_live(live), self._dealing
+        for slot in sorted(dealing.in_flight.keys() - slots):
+            dealing.wind_back(slot)
+        if not dealing.num_open:
             return {}
-        if self._needs_new_round(live):
-            self._in_flight_of_round.clear()  # they stay in flight, but their positions belong to the old round
-            segments = merge_segments(self._open_segments())
-            self._returned = []
+        if _needs_new_round([dealing.num_left(slot) for slot in live], dealing.num_open):
+            dealing.deal_again(merge_segments(dealing.open_segments()), sorted(live))
             self.round += 1
-            self._start_round(segments, sorted(live))
-        return {slot: self._take_one(slot) for slot in live}
+        hands = {slot: next(dealing.left(slot), range(0)) for slot in live}
+        if not all(hands.values()):
+            return {slot: dealing.take(slot) for slot in live}
+        self._steps = steps = Lockstep(tuple(live), hands, num_until_all_is_taken=-(-dealing.num_open // len(slots)))
+        return steps.take()
 
-    def commit(self, contributors: Collection[int]) -> dict[int, list[int]]:
+    def commit(self, contributors: Collection[int]) -> Mapping[int, list[int]]:
         """Mark the tickets of a committed optimizer step as done.
 
         Tickets in flight on other slots are not in that step. They are dealt again in the next round, not at the slot's
@@ -134,27 +154,18 @@ class TicketPlan:
             The tickets done, by contributor.
 
         """
-        done = {slot: self._in_flight.pop(slot, []) for slot in contributors}
-        for _, tickets in sorted(self._in_flight.items()):
-            self._returned += tickets
-            self._num_open += len(tickets)
-        self._in_flight.clear()
-        self._in_flight_of_round.clear()
-        return done
+        steps = self._steps
+        if steps is not None and steps.are_of(contributors) and not self._dealing_before_steps.in_flight:
+            return steps.commit()
+        return self._dealing.commit(contributors)
 
-    def reopen(self, tickets: Collection[int]) -> None:
+    def reopen(self, tickets: Sequence[int]) -> None:
         """Take back that tickets are done: the step that had them is not applied as it was."""
-        self._returned += tickets
-        self._num_open += len(tickets)
+        self._dealing.give_back(tickets)
 
     def remove(self, slot: int) -> None:
         """Record a death: what the slot has in flight is open again, and its next incarnation begins there."""
-        tickets = self._in_flight.pop(slot, [])
-        num_of_round = self._in_flight_of_round.pop(slot, 0)
-        if num_of_round:
-            self._taken[self._owners[slot]] -= num_of_round
-        self._returned += tickets[: len(tickets) - num_of_round]
-        self._num_open += len(tickets)
+        self._dealing.wind_back(slot)
 
     def add(self, slot: int) -> None:
         """Record that a new incarnation of a slot joins.
@@ -166,21 +177,22 @@ class TicketPlan:
 
     def state_dict(self) -> dict[str, Any]:
         """The plan as plain data; small whatever the number of tickets."""
-        owners = list(self._owners)
-        old = {slot: tickets[: len(tickets) - self._num_of_round(slot)] for slot, tickets in self._in_flight.items()}
+        dealing = self._dealing
+        owners, taken, of_round = list(dealing.owners), dealing.taken, dealing.num_of_round
+        old = {slot: tickets[: len(tickets) - of_round(slot)] for slot, tickets in dealing.in_flight.items()}
         return {
             "version": _STATE_VERSION,
             "num_tickets": self.num_tickets,
             "epoch": self.epoch,
             "round": self.round,
-            "num_open": self._num_open,
-            "pool": to_triples(self._pool.segments),
+            "num_open": dealing.num_open,
+            "pool": to_triples(dealing.pool.segments),
             "owners": to_triples(merge_segments(range(slot, slot + 1) for slot in owners)),
-            "taken": max(self._taken),
-            "behind": to_runs(max(self._taken) - taken for taken in self._taken),
-            "in_flight": to_runs(map(self._num_of_round, owners)),
+            "taken": max(taken),
+            "behind": to_runs(max(taken) - number for number in taken),
+            "in_flight": to_runs(map(of_round, owners)),
             "in_flight_of_older_rounds": [[slot, tickets] for slot, tickets in old.items() if tickets],
-            "returned": to_triples(merge_segments(range(ticket, ticket + 1) for ticket in self._returned)),
+            "returned": to_triples(merge_segments(range(ticket, ticket + 1) for ticket in dealing.returned)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,61 +213,24 @@ class TicketPlan:
                 f"{self.num_tickets}. Resume with the same dataset and batch size."
             )
         self.epoch = state["epoch"]
-        self.round = state["round"]
-        self._num_open = state["num_open"]
-        self._returned = list(chain.from_iterable(from_triples(state["returned"])))
-        self._start_round(from_triples(state["pool"]), list(chain.from_iterable(from_triples(state["owners"]))))
-        self._taken = [int(state["taken"]) - behind for behind in from_runs(state["behind"])]
-        self._in_flight = {slot: list(tickets) for slot, tickets in state["in_flight_of_older_rounds"]}
-        for (slot, owner), count in zip(self._owners.items(), from_runs(state["in_flight"]), strict=True):
+        owners = list(chain.from_iterable(from_triples(state["owners"])))
+        self._begin_dealing(state["round"], from_triples(state["pool"]), owners)
+        dealing = self._dealing
+        dealing.num_open = state["num_open"]
+        dealing.returned = list(chain.from_iterable(from_triples(state["returned"])))
+        dealing.taken = [int(state["taken"]) - behind for behind in from_runs(state["behind"])]
+        dealing.in_flight = {slot: list(tickets) for slot, tickets in state["in_flight_of_older_rounds"]}
+        for slot, count in zip(owners, from_runs(state["in_flight"]), strict=True):
             if count:
-                taken = self._taken[owner]
-                tickets = [self._pool[owner + n * len(self._owners)] for n in range(taken - count, taken)]
-                self._in_flight.setdefault(slot, []).extend(tickets)
-                self._in_flight_of_round[slot] = count
+                dealing.put_in_flight(slot, count)
 
-    def _start_round(self, segments: Iterable[range], slots: Sequence[int]) -> None:
-        self._pool = SegmentPool(segments)
-        self._owners = {slot: index for index, slot in enumerate(slots)}
-        self._taken = [0] * len(slots)
-        self._in_flight_of_round: dict[int, int] = {}
 
-    def _needs_new_round(self, live: Collection[int]) -> bool:
-        """Whether a stream is used up and dealing again reaches more tickets or saves a step.
+def _needs_new_round(left: list[int], num_open: int) -> bool:
+    """Whether a stream is used up and dealing again reaches more tickets or saves a step.
 
-        Without the second half the uneven last step of every epoch would cost each rank a restart of its workers.
-        """
-        left = [self._num_left(slot) for slot in live]
-        return min(left) == 0 and (sum(left) < self._num_open or max(left) > -(-self._num_open // len(left)))
-
-    def _take_one(self, slot: int) -> int | None:
-        if not self._num_left(slot):
-            return None
-        owner = self._owners[slot]
-        ticket = self._pool[owner + self._taken[owner] * len(self._owners)]
-        self._taken[owner] += 1
-        self._num_open -= 1
-        self._in_flight.setdefault(slot, []).append(ticket)
-        self._in_flight_of_round[slot] = self._num_of_round(slot) + 1
-        return ticket
-
-    def _num_left(self, slot: int) -> int:
-        owner = self._owners.get(slot)
-        if owner is None:
-            return 0
-        return len(range(owner, len(self._pool), len(self._owners))) - self._taken[owner]
-
-    def _num_of_round(self, slot: int) -> int:
-        """How many of the slot's tickets in flight were taken in this round; they are the last ones."""
-        return self._in_flight_of_round.get(slot, 0)
-
-    def _segments_left(self, owner: int) -> Iterator[range]:
-        return self._pool.every(len(self._owners), owner + self._taken[owner] * len(self._owners))
-
-    def _open_segments(self) -> Iterator[range]:
-        for owner in range(len(self._taken)):
-            yield from self._segments_left(owner)
-        yield from (range(ticket, ticket + 1) for ticket in self._returned)
+    Without the second half the uneven last step of every epoch would cost each rank a restart of its workers.
+    """
+    return min(left) == 0 and (sum(left) < num_open or max(left) > -(-num_open // len(left)))
 
 
 def _check_live(live: Collection[int]) -> set[int]:
