@@ -1,6 +1,8 @@
 """What our loaders cost: a batch against one of a plain DataLoader, the size of a position, a resumption far into an epoch.
 
-``ratio`` is that of the loader under `LoaderPosition`, ``elastic_ratio`` that of a rank of `FTStrategy`.
+``ratio`` is that of the loader under `LoaderPosition`, ``elastic_ratio`` that of a rank of `FTStrategy`, in a job of 1, 8
+and 64 ranks. ``deal_us`` is what a rank of as many spends on who trains what, a batch: a take and a commit, and, as
+training does, two questions how many there are left; ``deal_constant_us`` is that with ``global_batch="constant"``.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_ft.data.ending_workers import end_workers
 from lightning_ft.data.loader import ElasticLoader
 from lightning_ft.data.resumable import ResumableLoader
+from lightning_ft.data.rows import RowPlan
 from lightning_ft.data.tickets import TicketPlan
 
 
@@ -33,20 +36,32 @@ class Samples(Dataset[torch.Tensor]):
 
 
 class Elastic:
-    """The loader of the only rank of a job, each batch of which is a step."""
+    """The loader of a rank of a job, each batch of which is a step."""
+
+    num_slots = 1
 
     def __init__(self, source: DataLoader[Any]) -> None:
-        sampler: DistributedSampler[Any] = DistributedSampler(source.dataset, 1, 0)
-        loader = DataLoader(source.dataset, batch_size=32, sampler=sampler, num_workers=source.num_workers)
-        self.loader = ElasticLoader(loader, 0, 1, lambda: 0, agree=lambda draw: draw())
+        data: Samples = source.dataset  # type: ignore[assignment]
+        shared = Samples(data.count * self.num_slots)
+        sampler: DistributedSampler[Any] = DistributedSampler(shared, self.num_slots, 0)
+        loader = DataLoader(shared, batch_size=32, sampler=sampler, num_workers=source.num_workers)
+        self.loader = ElasticLoader(loader, 0, self.num_slots, lambda: 0, agree=lambda draw: draw())
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             yield batch
-            self.loader.commit((0,))
+            self.loader.commit(tuple(range(self.num_slots)))  # a new one, as a step's members are
 
     def close(self) -> None:
         self.loader.close()
+
+
+class ElasticOf8(Elastic):
+    num_slots = 8
+
+
+class ElasticOf64(Elastic):
+    num_slots = 64
 
 
 class Resumable:
@@ -81,11 +96,11 @@ def ratios(num_workers: int, rounds: int, num_blocks: int, block: int = 20) -> d
     Blocks of a few batches alternate, here and there in another order, since the machine's speed drifts within a second;
     rounds do, since workers that were started at another time are faster or slower for good.
     """
-    kinds: list[type[Any]] = [Plain, Resumable, Elastic]
+    kinds: list[type[Any]] = [Plain, Resumable, Elastic, ElasticOf8, ElasticOf64]
     seconds: dict[type[Any], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds):
         data = Samples(32 * (num_blocks * block + 2))
-        order = kinds[number % 3 :] + kinds[: number % 3]
+        order = kinds[number % len(kinds) :] + kinds[: number % len(kinds)]
         made = {kind: kind(DataLoader(data, batch_size=32, shuffle=True, num_workers=num_workers)) for kind in order}
         batches = {kind: iter(loader) for kind, loader in made.items()}
         for each in batches.values():
@@ -102,8 +117,25 @@ def ratios(num_workers: int, rounds: int, num_blocks: int, block: int = 20) -> d
     return {
         f"ratio_workers_{num_workers}": round(medians[Resumable] / medians[Plain], 3),
         f"elastic_ratio_workers_{num_workers}": round(medians[Elastic] / medians[Plain], 3),
+        f"elastic_ratio_workers_{num_workers}_slots_8": round(medians[ElasticOf8] / medians[Plain], 3),
+        f"elastic_ratio_workers_{num_workers}_slots_64": round(medians[ElasticOf64] / medians[Plain], 3),
         f"plain_us_workers_{num_workers}": round(1e6 * medians[Plain] / block, 1),
     }
+
+
+def deal_us(kind: type[Any], num_slots: int, num_batches: int = 20_000, rounds: int = 7) -> float:
+    """Microseconds of a batch's questions to the plan of a job in which nobody dies or joins."""
+    live, seconds = tuple(range(num_slots)), []
+    for _ in range(rounds):
+        plan = kind(num_batches * num_slots, num_slots)
+        started = time.perf_counter()
+        for _ in range(num_batches):
+            plan.take(live).get(0)
+            plan.remaining_steps(live)
+            plan.commit(live)
+            plan.remaining_steps(live)
+        seconds.append(time.perf_counter() - started)
+    return round(1e6 * statistics.median(seconds) / num_batches, 2)
 
 
 def state_bytes() -> int:
@@ -138,13 +170,15 @@ def resume_seconds(batch: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--blocks", type=int, default=120)
     arguments = parser.parse_args()
     resumed, permutation = resume_seconds(10**6)
     result = {
         **ratios(0, arguments.rounds, arguments.blocks),
         **ratios(2, arguments.rounds, arguments.blocks),
+        **{f"deal_us_slots_{count}": deal_us(TicketPlan, count) for count in (1, 8, 64)},
+        **{f"deal_constant_us_slots_{count}": deal_us(RowPlan, count) for count in (1, 8, 64)},
         "state_bytes": state_bytes(),
         "resume_s_at_1e6": round(resumed, 3),
         "permutation_s": round(permutation, 3),

@@ -1,14 +1,39 @@
 """Deals the batches of an epoch so that every step trains as many of them as if all slots were live; pure."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any
 
+from lightning_ft.data.lockstep import Lockstep
 from lightning_ft.data.segments import SegmentPool
 from lightning_ft.data.tickets import TicketPlan
 
 Pass = Mapping[int, int | None]
 """The ticket of each live slot in one forward and backward pass; None for a slot that only keeps the others company."""
+
+
+@dataclass
+class _Place:
+    """How far an epoch is."""
+
+    row: int = 0
+    """The next one to be taken."""
+    num_done: int = 0
+    """How many rows are committed."""
+    in_flight: dict[int, list[int]] = field(default_factory=dict)
+    row_of: dict[int, int] = field(default_factory=dict)
+    """The row of each ticket in flight."""
+
+    def take_in_lockstep(self, steps: Lockstep) -> None:
+        """Take the rows that were taken in lockstep since this is how it was at its begin; some may be committed."""
+        if steps.num_committed:
+            self.num_done = self.row + steps.num_committed
+        for slot, tickets in steps.in_flight.items():
+            if tickets:
+                self.in_flight.setdefault(slot, []).extend(tickets)
+            self.row_of |= {ticket: row for row, ticket in enumerate(tickets, self.row + steps.num_committed)}
+        self.row += steps.num_taken
 
 
 class RowPlan:
@@ -36,8 +61,8 @@ class RowPlan:
         self.num_tickets = num_tickets
         self.num_slots = num_slots
         self._live: tuple[int, ...] = tuple(range(num_slots))
-        self._in_flight: dict[int, list[int]] = {}
-        self._rows: dict[int, int] = {}
+        self._steps: Lockstep | None = None
+        self._place_before_steps = _Place()
         self._extra: list[Pass] = []
         self.begin_epoch(0)
 
@@ -48,7 +73,18 @@ class RowPlan:
     @property
     def in_flight(self) -> dict[int, list[int]]:
         """Tickets taken since the last commit, by slot, in the order in which they were taken."""
-        return {slot: list(tickets) for slot, tickets in self._in_flight.items()}
+        return {slot: list(tickets) for slot, tickets in self._place.in_flight.items()}
+
+    @property
+    def _place(self) -> _Place:
+        """Where the plan is; rows that all slots took in lockstep are entered here, before anybody looks."""
+        self._enter_steps()
+        return self._place_before_steps
+
+    def _enter_steps(self) -> None:
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            self._place_before_steps.take_in_lockstep(steps)
 
     @property
     def global_batch(self) -> int | None:
@@ -57,30 +93,52 @@ class RowPlan:
 
     def remaining_steps(self, live: Collection[int]) -> int:
         """How many further calls of :meth:`take` will yield tickets, whoever is live."""
-        return self._num_rows - self._row
+        return self._num_rows - self.row - 1
 
     def upcoming(self, slot: int) -> Iterator[int]:
         """Lazily, the tickets that ``slot`` will take next if the membership stays: what its workers may prefetch."""
         under_way = [ticket for tickets in self._extra if (ticket := tickets[slot]) is not None]
-        left = (ticket for row in range(self._row, self._num_rows) for ticket in self._deal(row).get(slot, ()))
+        first = self._place.row
+        if self._is_complete:
+            return chain(under_way, chain.from_iterable(self._pool.every(self.num_slots, first * self.num_slots + slot)))
+        left = (ticket for row in range(first, self._num_rows) for ticket in self._deal(row).get(slot, ()))
         return chain(under_way, left)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all slots are live: each trains its own tickets and no others."""
+        return self._live == tuple(range(self.num_slots))
 
     def take(self, live: Collection[int]) -> Pass:
         """Take the next row: return the tickets of its first pass, empty once nothing is open.
 
         :attr:`round` changes when what :meth:`upcoming` told before is no longer right.
         """
+        steps = self._steps
+        if steps is not None and steps.num_taken < steps.num_takes and steps.are_of(live):
+            return steps.take()
         self._follow(live)
-        if self._row >= self._num_rows:
+        place = self._place
+        if place.row >= self._num_rows:
             return {}
         if self._extra:  # passes that were never run: the batch was skipped
             self._extra = []
             self.round += 1
-        hands = self._deal(self._row)
+        if self._is_complete and len(self._pool) - place.row * self.num_slots >= self.num_slots:
+            self._size = self.num_slots
+            self._steps = steps = self._lockstep(place.row)
+            return steps.take()
+        hands = self._deal(place.row)
         self._extra = _passes(hands)
-        self._rows |= {ticket: self._row for ticket in chain.from_iterable(hands.values())}
-        self._row += 1
+        place.row_of |= {ticket: place.row for ticket in chain.from_iterable(hands.values())}
+        place.row += 1
         return self._run_pass()
+
+    def _lockstep(self, row: int) -> Lockstep:
+        """All slots take their own tickets from ``row`` on, as long as rows are full."""
+        first = row * self.num_slots
+        hands = {slot: next(self._pool.every(self.num_slots, first + slot)) for slot in self._live}
+        return Lockstep(self._live, hands, num_until_all_is_taken=self._num_rows - row)
 
     def take_extra(self) -> Pass | None:
         """Take the next pass of the row under way; None if there is no further one."""
@@ -98,16 +156,19 @@ class RowPlan:
 
     def row_of(self, ticket: int) -> int:
         """Return the row of a ticket in flight."""
-        return self._rows[ticket]
+        return self._place.row_of[ticket]
 
     @property
     def row(self) -> int:
         """The row taken last."""
-        return self._row - 1
+        num_taken = 0 if self._steps is None else self._steps.num_taken
+        return self._place_before_steps.row + num_taken - 1
 
     def covers(self, members: Collection[int]) -> bool:
         """Whether ``members`` have trained everything that is in flight."""
-        return self._in_flight.keys() <= set(members)
+        if self._steps is not None and self._steps.are_of(members):
+            return self._place_before_steps.in_flight.keys() <= set(members)
+        return self._place.in_flight.keys() <= set(members)
 
     def take_over(self, live: Collection[int]) -> list[Pass]:
         """Deal what slots that are not ``live`` any more have in flight, row by row.
@@ -116,23 +177,25 @@ class RowPlan:
             The passes, all of them in flight.
 
         """
-        slots = sorted(live)
-        orphaned = [t for slot in sorted(self._in_flight.keys() - set(slots)) for t in self._in_flight.pop(slot)]
+        slots, in_flight = sorted(live), self._place.in_flight
+        orphaned = [t for slot in sorted(in_flight.keys() - set(slots)) for t in in_flight.pop(slot)]
         passes: list[Pass] = []
         for _, tickets in groupby(sorted(orphaned, key=self.row_of), key=self.row_of):
             hands: dict[int, list[int]] = {slot: [] for slot in slots}
             self._hand_out(list(tickets), hands)
             for slot, hand in hands.items():
-                self._in_flight.setdefault(slot, []).extend(hand)
+                in_flight.setdefault(slot, []).extend(hand)
             passes += _passes(hands)
         return passes
 
-    def commit(self, contributors: Collection[int]) -> dict[int, list[int]]:
+    def commit(self, contributors: Collection[int]) -> Mapping[int, list[int]]:
         """Mark the tickets of a committed optimizer step as done; return them by contributor."""
-        done = {slot: self._in_flight.get(slot, []) for slot in contributors}
-        self._in_flight = {}
-        self._rows = {}
-        self._num_done = self._row
+        steps = self._steps
+        if steps is not None and steps.are_of(contributors) and not self._place_before_steps.in_flight:
+            return steps.commit()
+        row, in_flight = self._place.row, self._place.in_flight
+        done = {slot: in_flight.get(slot, []) for slot in contributors}
+        self._place_before_steps = _Place(row, num_done=row)
         self._follow(contributors)
         return done
 
@@ -147,7 +210,7 @@ class RowPlan:
     def state_dict(self) -> dict[str, Any]:
         """The position as that of a :class:`TicketPlan`; rows that were not committed are open in it."""
         plan = TicketPlan(self.num_tickets, self.num_slots)
-        plan.begin_with(self.epoch, self._pool.every(1, self._num_done * self.num_slots))
+        plan.begin_with(self.epoch, self._pool.every(1, self._place.num_done * self.num_slots))
         return plan.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,16 +229,15 @@ class RowPlan:
         is_rest = self._pool.segments in ([], [range(first, self.num_tickets)])
         self._is_whole = is_rest and first % self.num_slots == 0
         self._num_rows = -(-len(self._pool) // self.num_slots)
-        self._row = 0
-        self._num_done = 0
-        self._in_flight = {}
-        self._rows = {}
+        self._steps = None
+        self._place_before_steps = _Place()
         self._extra = []
         self._size = 0
 
     def _follow(self, live: Collection[int]) -> None:
         slots = tuple(sorted(live))
         if slots != self._live:
+            self._enter_steps()
             self._live = slots
             self.round += 1
 
@@ -198,10 +260,10 @@ class RowPlan:
             hands[min(turns, key=lambda slot: len(hands[slot]))].append(ticket)
 
     def _run_pass(self) -> Pass:
-        tickets = self._extra.pop(0)
+        tickets, in_flight = self._extra.pop(0), self._place.in_flight
         for slot, ticket in tickets.items():
             if ticket is not None:
-                self._in_flight.setdefault(slot, []).append(ticket)
+                in_flight.setdefault(slot, []).append(ticket)
         self._size = sum(ticket is not None for ticket in tickets.values())
         return tickets
 

@@ -1,3 +1,7 @@
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +40,55 @@ def test_steps_hold_the_same_tickets_whoever_dies_and_joins(num_tickets: int, nu
             plans[slot].add(live[0])
     size = num_slots * window
     assert steps == [list(range(first, min(first + size, num_tickets))) for first in range(0, num_tickets, size)]
+
+
+def everything_told(plan: RowPlan, live: tuple[int, ...]) -> tuple[Any, ...]:
+    rows = {ticket: plan.row_of(ticket) for tickets in plan.in_flight.values() for ticket in tickets}
+    upcoming = [] if plan.has_extra else [list(plan.upcoming(slot)) for slot in live]
+    counts = plan.row, plan.round, plan.remaining_steps(live), plan.size_of_pass, plan.has_extra, plan.covers(live)
+    return rows, upcoming, counts, plan.in_flight, plan.state_dict()
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(1, 4),
+    st.lists(
+        st.tuples(st.sampled_from(["take"] * 4 + ["commit"] * 4 + ["die", "join", "stay"]), st.integers(0, 3)), max_size=30
+    ),
+)
+@settings(max_examples=150, deadline=None)
+def test_a_plan_that_is_never_asked_goes_on_like_one_that_always_is(
+    num_tickets: int, num_slots: int, happens: list[tuple[str, int]]
+) -> None:
+    plan, asked = plans = RowPlan(num_tickets, num_slots), RowPlan(num_tickets, num_slots)
+    live, told = tuple(range(num_slots)), []
+
+    def both(name: str, *arguments: Any) -> Any:
+        answers = [getattr(each, name)(*arguments) for each in plans]
+        first, second = (dict(answer) if isinstance(answer, Mapping) else answer for answer in answers)
+        assert first == second
+        told.append((answers[0], second))
+        everything_told(asked, live)
+        return second
+
+    for kind, number in happens:
+        if kind == "take":
+            both("take", live)
+            while number and both("take_extra") is not None:  # else the batch is skipped
+                pass
+        elif kind == "commit":
+            if not asked.covers(live):
+                both("take_over", live)
+            both("commit", live)
+        elif kind == "die" and len(live) > 1:
+            dead = live[number % len(live)]
+            live = tuple(slot for slot in live if slot != dead)
+            both("remove", dead)
+        elif kind == "join":
+            both("add", number % num_slots)
+            live = tuple(sorted({*live, number % num_slots}))
+        assert everything_told(pickle.loads(pickle.dumps(plan)), live) == everything_told(asked, live)
+    assert all((dict(before) if isinstance(before, Mapping) else before) == after for before, after in told)
 
 
 def test_slots_train_their_own_tickets_first_and_the_others_by_turns() -> None:
