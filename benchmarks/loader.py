@@ -46,11 +46,12 @@ class Elastic:
         sampler: DistributedSampler[Any] = DistributedSampler(shared, self.num_slots, 0)
         loader = DataLoader(shared, batch_size=32, sampler=sampler, num_workers=source.num_workers)
         self.loader = ElasticLoader(loader, 0, self.num_slots, lambda: 0, agree=lambda draw: draw())
+        self.members = tuple(range(self.num_slots))
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             yield batch
-            self.loader.commit(tuple(range(self.num_slots)))  # a new one, as a step's members are
+            self.loader.commit(self.members)
 
     def close(self) -> None:
         self.loader.close()

@@ -118,10 +118,11 @@ class ElasticLoader:
         if self.plan.epoch != self._current_epoch():  # resumed from the end of an epoch: that one is over
             iter(self)
         tickets = self.plan.take(self.live)
-        if not tickets:
+        ticket = tickets.get(self._slot)
+        if ticket is None and not tickets:
             self._close_round()
             raise StopIteration
-        batch = self._fetch_own(tickets)
+        batch = self._fetch_own(ticket)
         self.on_take()
         return self._ghost_batch() if batch is None else batch
 
@@ -133,7 +134,7 @@ class ElasticLoader:
             prefetched: Whether the plan told of it before.
 
         """
-        batch = self._fetch_own(tickets, prefetched=prefetched)
+        batch = self._fetch_own(tickets.get(self._slot), prefetched=prefetched)
         return self._ghost_batch() if batch is None else batch
 
     @property
@@ -212,11 +213,11 @@ class ElasticLoader:
 
     # Order and batches.
 
-    def _fetch_own(self, tickets: Pass, *, prefetched: bool = True) -> Any:
-        self.ticket = tickets.get(self._slot)
+    def _fetch_own(self, ticket: int | None, *, prefetched: bool = True) -> Any:
+        self.ticket = ticket
         batch = None
-        if self.ticket is not None:
-            batch = self._fetch(self.ticket) if prefetched else self._fetcher().fetch(self._indices(self.ticket))
+        if ticket is not None:
+            batch = self._fetch(ticket) if prefetched else self._fetcher().fetch(self._indices(ticket))
         self.has_own_batch = batch is not None
         return batch
 

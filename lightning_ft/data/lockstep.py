@@ -27,13 +27,12 @@ class Lockstep:
 
     def are_of(self, slots: Collection[int]) -> bool:
         """Whether exactly these slots go on together, in this order."""
-        return slots is self.live or tuple(slots) == self.live
+        return tuple(slots) == self.live
 
     def take(self) -> "TakenTickets":
         """Go on; return what each slot takes."""
-        number = self.num_taken
-        self.num_taken = number + 1
-        return TakenTickets(self.hands, number)
+        self.num_taken += 1
+        return TakenTickets(self.hands, self.num_taken - 1)
 
     def commit(self) -> "DoneTickets":
         """Return what each slot took since the last time."""

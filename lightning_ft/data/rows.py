@@ -115,7 +115,7 @@ class RowPlan:
         :attr:`round` changes when what :meth:`upcoming` told before is no longer right.
         """
         steps = self._steps
-        if steps is not None and steps.num_taken < steps.num_takes and steps.are_of(live):
+        if steps is not None and steps.num_taken < steps.num_takes and (live is steps.live or steps.are_of(live)):
             return steps.take()
         self._follow(live)
         place = self._place
@@ -126,7 +126,7 @@ class RowPlan:
             self.round += 1
         if self._is_complete and len(self._pool) - place.row * self.num_slots >= self.num_slots:
             self._size = self.num_slots
-            self._steps = steps = self._lockstep(place.row)
+            self._steps = steps = self._lockstep(tuple(live), place.row)
             return steps.take()
         hands = self._deal(place.row)
         self._extra = _passes(hands)
@@ -134,11 +134,11 @@ class RowPlan:
         place.row += 1
         return self._run_pass()
 
-    def _lockstep(self, row: int) -> Lockstep:
+    def _lockstep(self, live: tuple[int, ...], row: int) -> Lockstep:
         """All slots take their own tickets from ``row`` on, as long as rows are full."""
         first = row * self.num_slots
-        hands = {slot: next(self._pool.every(self.num_slots, first + slot)) for slot in self._live}
-        return Lockstep(self._live, hands, num_until_all_is_taken=self._num_rows - row)
+        hands = {slot: next(self._pool.every(self.num_slots, first + slot)) for slot in live}
+        return Lockstep(live, hands, num_until_all_is_taken=self._num_rows - row)
 
     def take_extra(self) -> Pass | None:
         """Take the next pass of the row under way; None if there is no further one."""
@@ -191,7 +191,11 @@ class RowPlan:
     def commit(self, contributors: Collection[int]) -> Mapping[int, list[int]]:
         """Mark the tickets of a committed optimizer step as done; return them by contributor."""
         steps = self._steps
-        if steps is not None and steps.are_of(contributors) and not self._place_before_steps.in_flight:
+        if (
+            steps is not None
+            and (contributors is steps.live or steps.are_of(contributors))
+            and not self._place_before_steps.in_flight
+        ):
             return steps.commit()
         row, in_flight = self._place.row, self._place.in_flight
         done = {slot: in_flight.get(slot, []) for slot in contributors}

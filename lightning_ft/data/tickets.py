@@ -98,7 +98,7 @@ class TicketPlan:
     def remaining_steps(self, live: Collection[int]) -> int:
         """How many further calls of :meth:`take` will yield tickets if ``live`` does not change."""
         steps = self._steps
-        if steps is not None and steps.are_of(live):
+        if steps is not None and (live is steps.live or steps.are_of(live)):
             return steps.num_until_all_is_taken - steps.num_taken
         slots, dealing = _check_live(live), self._dealing
         orphaned = sum(len(tickets) for slot, tickets in dealing.in_flight.items() if slot not in slots)
@@ -125,7 +125,7 @@ class TicketPlan:
 
         """
         steps = self._steps
-        if steps is not None and steps.num_taken < steps.num_takes and steps.are_of(live):
+        if steps is not None and steps.num_taken < steps.num_takes and (live is steps.live or steps.are_of(live)):
             return steps.take()
         slots, dealing = _check_live(live), self._dealing
         for slot in sorted(dealing.in_flight.keys() - slots):
@@ -155,7 +155,11 @@ class TicketPlan:
 
         """
         steps = self._steps
-        if steps is not None and steps.are_of(contributors) and not self._dealing_before_steps.in_flight:
+        if (
+            steps is not None
+            and (contributors is steps.live or steps.are_of(contributors))
+            and not self._dealing_before_steps.in_flight
+        ):
             return steps.commit()
         return self._dealing.commit(contributors)
 

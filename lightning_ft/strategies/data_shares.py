@@ -28,7 +28,8 @@ class DataShares:
 
     def of(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Return the shares of ``slots``, sorted."""
-        return tuple(sorted({slot // self._row_size for slot in slots}))
+        size = self._row_size
+        return tuple(sorted({slot // size for slot in slots}))
 
     def first_slot(self, share: int) -> int:
         """Return the first of the slots that have a share."""

@@ -97,9 +97,8 @@ class Story:
 
     def check(self) -> None:
         expected, copy = self.expected, pickle.loads(pickle.dumps(self.plan))
+        assert copy.remaining_steps(tuple(self.live)) == expected.remaining_steps(self.live)  # before it is asked the rest
         assert copy.num_open == len(expected.open_tickets())
-        if self.live:
-            assert copy.remaining_steps(self.live) == expected.remaining_steps(self.live)
         assert (copy.round, copy.in_flight) == (expected.round, expected.in_flight)
         for slot in range(expected.num_slots + 2):
             assert list(copy.upcoming(slot)) == expected.upcoming(slot)
@@ -156,11 +155,19 @@ def tell(story: Story, event: tuple[str, int, int, bool]) -> None:
     happenings[kind]()
 
 
-@given(st.integers(0, 40), st.integers(1, 5), st.integers(0, 12), st.lists(EVENTS, max_size=40), st.integers(1, 3))
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Tickets, slots, and steps without faults at first: as likely as not few are left, and as many for each slot."""
+    num_slots, num_rows = draw(st.integers(1, 5)), draw(st.integers(0, 8))
+    return num_rows * num_slots + draw(st.sampled_from([0, 0, 1, 3])), num_slots, draw(st.integers(0, num_rows))
+
+
+@given(sizes(), st.lists(EVENTS, max_size=40), st.integers(1, 3))
 @settings(max_examples=150)
 def test_whatever_happens_every_ticket_is_trained_once_and_in_the_order_that_was_promised(
-    num_tickets: int, num_slots: int, num_steps: int, happens: list[tuple[str, int, int, bool]], window: int
+    size: tuple[int, int, int], happens: list[tuple[str, int, int, bool]], window: int
 ) -> None:
+    num_tickets, num_slots, num_steps = size
     story = Story(num_tickets, num_slots)
     story.step(num_steps)
     for event in happens:
@@ -189,7 +196,7 @@ def events_of(story: Story) -> Iterator[tuple[Any, ...]]:
             yield ("forget", slot)
 
 
-@pytest.mark.parametrize(("num_tickets", "num_slots", "length"), [(3, 2, 5), (7, 3, 3)])
+@pytest.mark.parametrize(("num_tickets", "num_slots", "length"), [(4, 2, 5), (5, 3, 3)])
 def test_everything_that_can_happen_within_a_few_events(num_tickets: int, num_slots: int, length: int) -> None:
     start = Story(num_tickets, num_slots)
     stories = [start]
