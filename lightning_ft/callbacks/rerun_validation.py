@@ -52,6 +52,9 @@ class RerunValidation(Callback):
         without_opinion: What a NaN or an infinity means that the same device computes twice if there is no other one to
             ask. ``"checkpoint"``: the job ends with code 16; ``"assume_correct"``: ``on_correct`` applies.
         tolerance: By what part two runs of a step may differ and still count as the same.
+        validate_parameters: Whether the norm of all parameters is validated, too, as each step left them: before the next
+            one is applied, and after the last one. If they are not finite, and elsewhere neither, leaving steps out mends
+            nothing: the job ends with code 17, unless ``on_correct="apply"``.
         tracker_file: Where rejected values are written down, a line each. Steps in which the same rank failed in several
             jobs are left out: their batches are trained without effect.
         replay: How far back, and when, earlier steps are run again to find where values began to be wrong; None: never.
@@ -75,6 +78,7 @@ class RerunValidation(Callback):
         on_persistent: Literal["exclude", "stop"] = "exclude",
         without_opinion: Literal["checkpoint", "assume_correct"] = "checkpoint",
         tolerance: float = 1e-3,
+        validate_parameters: bool = False,
         tracker_file: str | None = None,
         replay: ReplayOptions | None = None,
     ) -> None:
@@ -84,6 +88,8 @@ class RerunValidation(Callback):
         if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 2:
             raise ValueError(f"`RerunValidation(tolerance={tolerance!r})` is not valid: expected a number from 0 to 2.")
         self.tolerance = float(tolerance)
+        check_type("RerunValidation", "validate_parameters", validate_parameters, bool, "True or False")
+        self.validate_parameters = validate_parameters
         if tracker_file is not None:
             check_type("RerunValidation", "tracker_file", tracker_file, str, "the path of a file, or None")
         self.tracker_file = tracker_file
@@ -167,6 +173,7 @@ class RerunValidation(Callback):
             self._rejections,
             self._checkpoint,
             trainer.strategy.broadcast(skipped),  # who comes back later finds more lines in the file
+            self.validate_parameters,
             self.replay,
         )
         self._steps.second_opinion = self.second_opinion

@@ -4,10 +4,24 @@ from collections.abc import Sequence
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_ft.loops.window import MicroBatch
-from lightning_ft.rerun.gradient_norm import gradient_norm
+from lightning_ft.rerun.findings import PARAMETER_NORM
+from lightning_ft.rerun.gradient_norm import gradient_norm, total_norm
 from lightning_ft.rerun.step_values import Measured, measure
+
+
+def measure_parameters(pl_module: LightningModule) -> list[Measured]:
+    """Collective if parameters are sharded. Return what is validated of the parameters that a step begins with."""
+    norm = total_norm(pl_module.parameters())
+    return [] if norm is None else [Measured(PARAMETER_NORM, float(norm))]
+
+
+def are_finite(pl_module: LightningModule) -> bool:
+    """Return whether all that this rank holds of the parameters is finite."""
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters()]
+    return all(bool(parameter.detach().isfinite().all()) for parameter in held)
 
 
 def measure_pass(

@@ -4,7 +4,7 @@ import logging
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from lightning_ft.rerun.gradient_norm import gradient_norm
 from lightning_ft.rerun.passes import Passes
 from lightning_ft.rerun.state_machine import RerunStateMachine
 from lightning_ft.rerun.states import RerunDiagnostic
-from lightning_ft.rerun.step_values import StepValidation, measure
+from lightning_ft.rerun.step_values import Measured, StepValidation, measure
 from lightning_ft.trainer.slots import gather_by_slot, is_elastic, replica_of, shard_of, slot_of
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class PeerOpinion:
         machine: Validates it.
         values: What is validated of each pass.
         own_gradient: Measures gradients; None if no rank has one of its own.
+        measure_parameters: Returns what is validated of the parameters that a step begins with.
 
     """
 
@@ -78,6 +79,7 @@ class PeerOpinion:
         machine: RerunStateMachine,
         values: StepValidation,
         own_gradient: OwnGradient | None,
+        measure_parameters: Callable[[], list[Measured]],
     ) -> None:
         self._trainer = trainer
         self._pl_module = pl_module
@@ -85,6 +87,7 @@ class PeerOpinion:
         self._machine = machine
         self._values = values
         self._own_gradient = own_gradient
+        self._measure_parameters = measure_parameters
         self.blamed: dict[int, int] = {}
         """The slots that compute wrongly, with their ranks, as of the last time that somebody asked."""
 
@@ -180,7 +183,7 @@ class PeerOpinion:
             is_own = bool(passes) and passes[-1]["is_own"]
             own_norm = self._own_gradient.norm if is_own and self._own_gradient is not None else None
             values = copy(self._values)  # which keeps the newest ones
-            values.validate(self._machine, measure(losses, None, own_norm, scale))
+            values.validate(self._machine, [*self._measure_parameters(), *measure(losses, None, own_norm, scale)])
         return math.nan if norm is None else float(norm) / (scale or 1.0), validated
 
     @contextmanager

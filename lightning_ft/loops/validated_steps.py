@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from lightning_ft.loops.checked_gradients import check_gradients_with
-from lightning_ft.loops.measured_pass import measure_pass
+from lightning_ft.loops.measured_pass import are_finite, measure_parameters, measure_pass
 from lightning_ft.loops.own_gradient import OwnGradient
 from lightning_ft.loops.peer_opinion import PeerOpinion, with_culprits
 from lightning_ft.loops.rejections import Rejections
@@ -40,6 +40,7 @@ class ValidatedSteps:
         rejections: Where these are reported.
         checkpoint: Saves those that another device is to tell about.
         skipped: Steps, counted from 1, that are left out.
+        validates_parameters: Whether the parameters that steps begin with are validated, too.
         replay: How far back, and when, earlier steps are run again; None: never.
 
     """
@@ -54,6 +55,7 @@ class ValidatedSteps:
         rejections: Rejections,
         checkpoint: RerunCheckpoint,
         skipped: Collection[int],
+        validates_parameters: bool,
         replay: ReplayOptions | None,
     ) -> None:
         self._trainer = trainer
@@ -64,13 +66,16 @@ class ValidatedSteps:
         self._rejections = rejections
         self._checkpoint = checkpoint
         self._skipped = frozenset(skipped)
+        self._validates_parameters = validates_parameters
         self._is_resumed = False
         self.second_opinion: SecondOpinion | None = None
         """Asks another device in place of the other replicas."""
         machine.second_opinion = self._opinion
         self.window = StepWindow(trainer, pl_module, self._begin, machine.abandon)
         self._own_gradient = OwnGradient(trainer, pl_module) if trainer.num_devices * trainer.num_nodes > 1 else None
-        self._peers = PeerOpinion(trainer, pl_module, self.window, machine, values, self._own_gradient)
+        self._peers = PeerOpinion(
+            trainer, pl_module, self.window, machine, values, self._own_gradient, self._measure_parameters
+        )
         self._rolling: RollingReplay | None = None
         if replay is not None:
             self._rolling = RollingReplay(
@@ -97,7 +102,13 @@ class ValidatedSteps:
             self._rolling.end_epoch()
 
     def end_training(self) -> None:
-        """Collective. Run steps again that are still to be."""
+        """Collective. Validate what the last step left, and run steps again that are still to be.
+
+        Raises:
+            RerunExit: If the parameters are not finite.
+
+        """
+        self._validate_end()
         if self._rolling is not None:
             with self._machine.apart():
                 self._rolling.end_training()
@@ -175,7 +186,16 @@ class ValidatedSteps:
         is_own = micro_batches[-1].is_own and not self.window.has_base
         own_norm = None if self._own_gradient is None or not is_own else self._own_gradient.norm
         self._measured = measure_pass(self._trainer, self._pl_module, micro_batches, own_norm)
-        self._values.validate(self._machine, self._measured)
+        self._values.validate(self._machine, [*self._measure_parameters(), *self._measured])
+
+    def _measure_parameters(self) -> list[Measured]:
+        """Collective if parameters are sharded. Return what is validated of those that the step begins with."""
+        return measure_parameters(self._pl_module) if self._validates_parameters else []
+
+    def _validate_end(self) -> None:
+        if self._validates_parameters and self._machine.ranks.any(not are_finite(self._pl_module)):
+            log.error("The parameters are not finite after the last step, %s.", self._trainer.global_step)
+            raise RerunExit(EXIT_CODE_FAILED_ON_RESULT_VALIDATION)
 
     def _rerun(self, closure: Callable[[], Any], output: Any) -> Any:
         """Collective. Run the step again as long as that is worth it; return what the last run returned."""

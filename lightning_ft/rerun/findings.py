@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from lightning_ft.rerun.states import Call, RerunDiagnostic
 
+PARAMETER_NORM = "parameter norm"
+"""What is validated of the parameters that a step begins with: whatever the step computes follows from them."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -39,6 +42,11 @@ class Finding:
     is_reproduced: bool = False
     is_still_bad: bool = False
     diagnostic: RerunDiagnostic | None = None
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """Whether it is of what the step begins with."""
+        return self.message.startswith(PARAMETER_NORM)
 
     @property
     def call(self) -> Call:
@@ -80,7 +88,7 @@ def next_move(findings: Sequence[Finding]) -> Literal["go_on", "run_again", "rep
 
 
 def of_culprits(findings: Sequence[Finding]) -> list[Finding]:
-    """Leave out values that follow from others: a loss spoils the gradient of its step, a rank the average of all."""
+    """Leave out what follows from others: parameters spoil the loss, a loss its gradient, a rank the average of all."""
     left = [finding for finding in findings if not any(_explains(cause, finding) for cause in findings)]
     told: dict[object, Finding] = {}
     for finding in left:  # an average is the same on all ranks: told of the first
@@ -90,8 +98,12 @@ def of_culprits(findings: Sequence[Finding]) -> list[Finding]:
 
 def _explains(cause: Finding, finding: Finding) -> bool:
     """Whether one value follows from the other, which is as bad: else there is more to it."""
-    if finding.shared:
+    if finding.is_of_parameters:
+        is_later = False
+    elif finding.shared:
         is_later = not cause.shared
+    elif cause.is_of_parameters:
+        is_later = cause.rank == finding.rank
     else:  # a gradient of the whole step, after its losses
         is_later = cause.rank == finding.rank and cause.micro_batch is not None and finding.micro_batch is None
     return (

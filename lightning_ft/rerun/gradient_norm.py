@@ -1,4 +1,4 @@
-"""The norm of all gradients together."""
+"""The norm of all gradients, or parameters, together."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -14,9 +14,9 @@ _DOT = (torch.float32, torch.float64)
 
 
 class TotalNorm:
-    """The 2-norm of several gradients, in double precision: the same, bit for bit, in whatever order they are added.
+    """The 2-norm of several tensors, in double precision: the same, bit for bit, in whatever order they are added.
 
-    It is the same, too, if a gradient is added piece by piece as it is copied, see :func:`in_pieces`: then the processor's
+    It is the same, too, if a tensor is added piece by piece as it is copied, see :func:`in_pieces`: then the processor's
     cache has the piece, and memory is not read once more.
     """
 
@@ -32,14 +32,14 @@ class TotalNorm:
         self._norms.clear()
 
     @torch.no_grad()
-    def add(self, gradient: Tensor) -> None:
-        """Take in a gradient, or the next piece of it."""
-        if gradient.is_sparse:
-            gradient = gradient.coalesce().values()
-        if gradient.device.type == "cpu":
-            self._squares += [_square(piece) for (piece,) in in_pieces(gradient)]
+    def add(self, tensor: Tensor) -> None:
+        """Take in a tensor, or the next piece of it."""
+        if tensor.is_sparse:
+            tensor = tensor.coalesce().values()
+        if tensor.device.type == "cpu":
+            self._squares += [_square(piece) for (piece,) in in_pieces(tensor)]
         else:
-            self._norms.append(norm_of(gradient))
+            self._norms.append(norm_of(tensor))
 
     @property
     def value(self) -> Tensor | None:
@@ -61,43 +61,44 @@ def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tensors
 
 
-@torch.no_grad()
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor | None:
     """Collective among the ranks that share sharded parameters. Return the 2-norm of all gradients, None without any."""
+    return total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor | None:
+    """Collective among the ranks that share sharded tensors. Return the 2-norm of all of them, None without any."""
     plain = TotalNorm()
     sharded: dict[object, tuple[DTensor, TotalNorm]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if isinstance(gradient, DTensor):
-            key = (gradient.device_mesh, gradient.placements)
-            sharded.setdefault(key, (gradient, TotalNorm()))[1].add(gradient.to_local())
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            key = (tensor.device_mesh, tensor.placements)
+            sharded.setdefault(key, (tensor, TotalNorm()))[1].add(tensor.to_local())
         else:
-            plain.add(gradient)
+            plain.add(tensor.detach())
     norms = [] if plain.value is None else [plain.value]
-    for gradient, part in sharded.values():
+    for tensor, part in sharded.values():
         assert part.value is not None
         square = part.value.square()
-        for dimension, placement in enumerate(gradient.placements):
+        for dimension, placement in enumerate(tensor.placements):
             if not placement.is_replicate():
-                dist.all_reduce(square, dist.ReduceOp.SUM, gradient.device_mesh.get_group(dimension))
+                dist.all_reduce(square, dist.ReduceOp.SUM, tensor.device_mesh.get_group(dimension))
         norms.append(square.sqrt())
     return _together(norms)
 
 
-def norm_of(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of one gradient that is not sparse, in double precision."""
-    if not gradient.numel():
-        return gradient.new_zeros((), dtype=torch.float64)
+def norm_of(tensor: Tensor) -> Tensor:
+    """Return the 2-norm of one tensor that is not sparse, in double precision."""
+    if not tensor.numel():
+        return tensor.new_zeros((), dtype=torch.float64)
     # On CPU sums of doubles take twenty times as long; anywhere else it is the memory that takes the time.
     # Squares of float16 overflow at a norm of 256, sums of bfloat16 stand still.
-    is_half = gradient.dtype in (torch.float16, torch.bfloat16)
-    is_on_cpu = gradient.device.type == "cpu"
+    is_half = tensor.dtype in (torch.float16, torch.bfloat16)
+    is_on_cpu = tensor.device.type == "cpu"
     fast = torch.float32 if is_half else None
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=fast if is_on_cpu else _double(gradient))
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=fast if is_on_cpu else _double(tensor))
     if is_on_cpu and not norm.isfinite():  # squares of float32 overflow at a norm of 2e19, which is finite
-        norm = torch.linalg.vector_norm(gradient, dtype=_double(gradient))
+        norm = torch.linalg.vector_norm(tensor, dtype=_double(tensor))
     return norm.double()
 
 

@@ -49,4 +49,6 @@ class Policy:
             return "stop"
         if finding.message.endswith(OVERFLOW):
             return "apply"  # which a GradScaler does not
+        if finding.is_of_parameters and finding.fatal and self.on_correct in SKIPS:
+            return "stop"  # the next step would begin with the same
         return self.on_correct if finding.fatal else self.on_spike

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_ft.rerun.baseline import Baseline, Judgement
+from lightning_ft.rerun.findings import PARAMETER_NORM
 from lightning_ft.rerun.state_machine import RerunStateMachine
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ _PATIENCE = 10
 def new_baselines() -> dict[str, Baseline]:
     """Return what tells of each value what is usual, by its name."""
     # Of a rank's few samples it varies more than of all: a small GPT has three times the usual once in some 4,000 steps.
-    return {LOSS: Baseline(), OWN_NORM: Baseline(jump=4.0), NORM: Baseline.of_norms()}
+    norms = {OWN_NORM: Baseline(jump=4.0), NORM: Baseline.of_norms(), PARAMETER_NORM: Baseline.of_norms()}
+    return {LOSS: Baseline(), **norms}
 
 
 @dataclass(frozen=True)

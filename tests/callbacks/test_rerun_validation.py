@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ft.callbacks import LoaderPosition, RerunValidation
+from lightning_ft.rerun.exit import RerunExit
 from lightning_ft.testing import run_job, run_without_supervisor
 from tests.callbacks.rerun_fits import OPTIONS, QUIET, Model, always, assert_same_training, fit, nan, once, spike
 
@@ -50,6 +51,40 @@ def test_a_poisoned_batch_has_the_effect_that_was_asked_for(accumulate: int, act
     assert trainer.callback_metrics["count"] == 36
     if action != "apply":  # after which every step is
         assert [row["name"] for row in validation.rows] == ["loss"]
+
+
+class Breaks(Callback):
+    """The memory of the parameters, after a batch."""
+
+    def __init__(self, batch_idx: int, factor: float) -> None:
+        self.batch_idx, self.factor = batch_idx, factor
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch_idx:
+            next(pl_module.parameters()).mul_(self.factor)
+
+
+@pytest.mark.parametrize(("batch_idx", "num_steps"), [(20, 21), (35, 36)])
+def test_parameters_that_are_not_finite_end_the_job_before_a_step_is_applied_to_them(batch_idx: int, num_steps: int) -> None:
+    validation = RerunValidation(validate_parameters=True, without_opinion="assume_correct")
+    with pytest.raises(RerunExit) as ended:
+        fit(validation, more=[Breaks(batch_idx, math.nan)])
+    assert ended.value.code == 17
+    assert validation.machine is not None
+    assert [(row["step"], row["name"], row["action"]) for row in validation.rows] == (
+        [(num_steps + 1, "parameter norm", "stop")] if batch_idx < 35 else []  # which is told of no step
+    )
+
+
+def test_parameters_that_are_unexpectedly_large_are_told_and_those_that_grow_are_not() -> None:
+    validation = RerunValidation(validate_parameters=True, without_opinion="assume_correct")
+    fit(validation, more=[Breaks(20, 1e8)])
+    row = validation.rows[0]
+    assert (row["step"], row["name"]) == (22, "parameter norm is unexpectedly large")
+    validation = RerunValidation(validate_parameters=True)
+    fit(validation, max_epochs=5)
+    assert not validation.rows
 
 
 def test_a_skipped_batch_leaves_weights_optimizer_buffers_and_metrics_as_they_were() -> None:

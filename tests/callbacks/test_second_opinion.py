@@ -28,7 +28,7 @@ def results(directory: Path) -> list[dict[str, Any]]:
 
 
 def test_data_is_told_from_ranks_that_compute_wrongly_which_are_excluded_within_the_step(tmp_path):
-    options = {"strategy": "FTStrategy", "gradient": [2, 4], "loss": [1, 7]}
+    options = {"strategy": "FTStrategy", "gradient": [2, 4], "loss": [1, 7], "memory": [0, 10]}
     job = run_job(JOB, [json.dumps(options)], num_slots=3, directory=tmp_path, timeout=240.0)
     job.check()
     assert_every_ticket_once(job.events)  # also those that the excluded ones had in the step
@@ -38,10 +38,12 @@ def test_data_is_told_from_ranks_that_compute_wrongly_which_are_excluded_within_
         (1, "loss", "correct_result", "skip_batch"),
         (5, "own gradient norm", "persistent_error", "exclude"),
         (8, "loss", "persistent_error", "exclude"),
+        (11, "parameter norm is unexpectedly large", "persistent_error", "exclude"),
     ]
+    excluded = {2: 5, 1: 8, 0: 11}
     reasons = {e["slot"]: e["how"] for e in job.events if e["event"] == "exit" and "excluded" in e["how"]}
-    assert reasons == {slot: f"excluded: it computed step {step} wrongly, each time" for slot, step in ((2, 5), (1, 8))}
-    for step, slot in ((5, 2), (8, 1)):
+    assert reasons == {slot: f"excluded: it computed step {step} wrongly, each time" for slot, step in excluded.items()}
+    for slot, step in excluded.items():
         before, now = ([e for e in job.events if e["event"] == "step" and e["step"] == n] for n in (step - 1, step))
         assert all(slot in e["members"] and e["tickets"][str(slot)] for e in before)
         assert not any(slot in e["members"] or e["tickets"].get(str(slot)) for e in now)

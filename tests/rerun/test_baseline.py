@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.false_alarms import count, record
 from lightning_ft.rerun.baseline import Baseline
+from lightning_ft.rerun.findings import PARAMETER_NORM
 from lightning_ft.rerun.step_values import LOSS, NORM, OWN_NORM, new_baselines
 
 
@@ -118,6 +119,7 @@ def test_a_rank_s_own_norm_may_vary_more_than_the_average_s():
         LOSS: ["spike", "spike", "spike"],
         NORM: ["fine", "spike", "spike"],
         OWN_NORM: ["fine", "fine", "spike"],
+        PARAMETER_NORM: ["fine", "spike", "spike"],
     }
 
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lightning_ft.rerun.findings import Finding, of_culprits
+from lightning_ft.rerun.findings import PARAMETER_NORM, Finding, of_culprits
 
 LOSS, OWN, NORM = "loss", "own gradient norm", "gradient norm"
 
@@ -23,6 +23,15 @@ def test_what_follows_from_another_value_is_left_out() -> None:
     assert names(finding(0, LOSS), finding(0, OWN), *everywhere) == [(0, LOSS)]
     assert names(finding(0, LOSS), finding(1, OWN), *everywhere) == [(0, LOSS), (1, OWN)]
     assert names(finding(0, OWN), finding(0, LOSS), finding(0, LOSS, micro_batch=2, sequence=1)) == [(0, LOSS), (0, LOSS)]
+
+
+def test_all_that_a_step_computes_follows_from_its_parameters() -> None:
+    everywhere = [finding(0, NORM), finding(1, NORM)]
+    broken = finding(1, PARAMETER_NORM)
+    assert names(broken, finding(1, LOSS), finding(1, OWN), *everywhere) == [(1, PARAMETER_NORM)]
+    assert names(broken, finding(0, LOSS), *everywhere) == [(1, PARAMETER_NORM), (0, LOSS)]
+    large = f"{PARAMETER_NORM} is unexpectedly large"
+    assert names(finding(1, large, fatal=False), finding(1, LOSS)) == [(1, large), (1, LOSS)]
 
 
 @pytest.mark.parametrize("worse", ["fatal", "is_reproduced", "is_still_bad"])

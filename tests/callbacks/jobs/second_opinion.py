@@ -43,6 +43,12 @@ class Model(LightningModule):
     def spoil(self, gradient: Tensor) -> Tensor:
         return gradient * math.inf if self.is_broken("gradient") else gradient
 
+    @torch.no_grad()
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.is_broken("memory"):
+            self.options["memory"] = (-1, 0)
+            next(self.parameters()).mul_(1e8)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = nn.functional.smooth_l1_loss(self.net(batch[0]), batch[1])
         if self.is_broken("loss"):
@@ -57,10 +63,10 @@ class Model(LightningModule):
 def main() -> None:
     options = json.loads(sys.argv[1])
     seed_everything(3, verbose=False)
-    validation = RerunValidation()
+    validation = RerunValidation(validate_parameters="memory" in options)
     strategies: dict[str, Any] = {
         "ddp": lambda: "ddp",
-        "FTStrategy": FTStrategy,
+        "FTStrategy": lambda: FTStrategy(min_replicas=2),
         "sharded": lambda: FTStrategy(2, min_replicas=2),
     }
     devices = 4 if options["strategy"] == "sharded" else 3
