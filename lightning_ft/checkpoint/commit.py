@@ -30,6 +30,12 @@ from lightning_ft.errors import CheckpointNotCommittedError, StoreUnreachableErr
 log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+_Part = tuple[bytes, tuple[tuple[str, int, int], ...]]
+"""Of a rank its table, and where its objects are."""
+
+_last_metadata: tuple[tuple[list[_Part], dict[str, Any]] | None, bytes] = (None, b"")
+"""What it was made of, and torch's metadata."""
+
 _TIME_FOR_A_VERDICT = 30.0  # seconds that the others give to who decides, beyond the time in which it must
 
 
@@ -237,20 +243,32 @@ class Commit:
         return manifest is not None and set(files) <= set(manifest.files)
 
     def _metadata(self, posts: list[Post]) -> bytes:
-        places: dict[MetadataIndex, tuple[str, int, int]] = {}
-        entries: list[Entry] = []
-        objects: list[str] = []
+        global _last_metadata
+        parts = []
         for post in posts:
-            data = self._peers.peek(post.table)
-            assert data is not None, "a rank posts its table before it posts what it wrote"
-            table = Table.from_bytes(data)
-            entries += table.entries
-            for entry, place in zip(table.entries, table.places, strict=True):
-                places[index_of(entry)] = (table.file_name, *place)
-            for name, begin, length in post.objects:
-                objects.append(name)
-                places[MetadataIndex(name)] = (table.file_name, begin, length)
-        return pickle.dumps(make_metadata(describe(entries, objects), places, self._mappings))
+            table = self._peers.peek(post.table)
+            assert table is not None, "a rank posts its table before it posts what it wrote"
+            parts.append((table, post.objects))
+        made_of, data = _last_metadata
+        if made_of != (parts, self._mappings):  # else it is as it was in the save before, and most are
+            data = _make_metadata(parts, self._mappings)
+            _last_metadata = (parts, self._mappings), data
+        return data
+
+
+def _make_metadata(parts: list[_Part], mappings: dict[str, Any]) -> bytes:
+    places: dict[MetadataIndex, tuple[str, int, int]] = {}
+    entries: list[Entry] = []
+    names: list[str] = []
+    for data, objects in parts:
+        table = Table.from_bytes(data)
+        entries += table.entries
+        for entry, place in zip(table.entries, table.places, strict=True):
+            places[index_of(entry)] = (table.file_name, *place)
+        for name, begin, length in objects:
+            names.append(name)
+            places[MetadataIndex(name)] = (table.file_name, begin, length)
+    return pickle.dumps(make_metadata(describe(entries, names), places, mappings))
 
 
 def _verdict(reason: str, *, because_of_death: bool = False, in_doubt: bool = False) -> bytes:
