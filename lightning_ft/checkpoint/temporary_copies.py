@@ -4,6 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +12,15 @@ from pathlib import Path
 from lightning_ft.checkpoint.leftovers import claim
 
 _PREFIX = "lightning_ft-copy-"
+_TIME_TO_BE_HELD = 60.0  # seconds in which who made one comes to hold it
 
 
 def make_directory() -> str:
     """Return a new directory; those are removed that no living process holds."""
     with suppress(OSError):
         for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            _remove_unless_held(path)
+            if time.time() - path.lstat().st_mtime > _TIME_TO_BE_HELD:
+                _remove_unless_held(path)
     return tempfile.mkdtemp(prefix=_PREFIX)
 
 

@@ -29,6 +29,8 @@ def test_what_a_killed_process_left_goes_with_the_next_one_and_what_a_living_one
     (tmp_path / "lightning_ft-copy-link").symlink_to(tmp_path)
     foreign = Path(tempfile.mkdtemp(prefix="another-copy-"))
 
+    for directory in (held, left):
+        os.utime(directory, (0, 0))
     assert set(os.listdir(make_directory())) == set()
     assert Path(left, "part").exists()  # its process lives
     os.kill(pid, signal.SIGKILL)
@@ -40,3 +42,10 @@ def test_what_a_killed_process_left_goes_with_the_next_one_and_what_a_living_one
     release()
     make_directory()
     assert not os.path.exists(held)
+
+
+def test_who_made_one_just_now_has_the_time_to_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first = make_directory()
+    make_directory()  # of another process, which starts at the same time
+    assert os.path.isdir(first)
