@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -27,6 +28,10 @@ from lightning_ft.testing import (
     run_job,
     run_without_supervisor,
 )
+
+# The background of a shell has SIGINT ignored, and so would have all that is started here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Values are compared bit for bit, and sums depend on how many threads share them; Lightning's `ddp` sets it if nobody does.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))

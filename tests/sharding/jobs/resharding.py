@@ -153,7 +153,7 @@ def run(case: str, directory: Path, meshes: dict[str, Any]) -> dict[str, Any]:
         snapshots.keep(found.moment)
     dist.barrier()
     grown, older = find_whole(every)
-    told["kept"] = (grown.moment, grown.count, older.moment, older.count) == ((1, 7), 2, (0, 4), 3)
+    told["kept"] = (grown.moment, grown.count, older.moment, older.count) == (Moment(1, 7), 2, Moment(0, 4), 3)
     states = grown.read()
     reshard(net, optimizers, meshes["three"], states, base=min(rank, 1))
     state = put_together_whole(states, base=min(rank, 1))
