@@ -228,11 +228,15 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        return self.source._iterator
+        """The iteration whose workers Lightning ends after the last epoch: without this they would outlive the fit."""
+        kept = self.source._iterator  # of persistent workers
+        return self._batches if kept is None else kept
 
     @_iterator.setter
     def _iterator(self, value: Any) -> None:
         self.source._iterator = value
+        if value is None:
+            self._batches = None
 
 
 def _is_map_style(source: Any) -> bool:

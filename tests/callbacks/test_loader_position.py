@@ -2,6 +2,7 @@
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -90,6 +91,14 @@ def test_workers_get_the_same_order_again(tmp_path: Path, resumed: ModuleType) -
         return make(resumed, num_workers=2, generator=generator.manual_seed(4))()
 
     resumed.assert_resumable(tmp_path, loader, every=6, first=1, num_validation=0)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_no_worker_outlives_a_fit(resumed: ModuleType, tmp_path: Path, persistent: bool) -> None:
+    before, loader = set(multiprocessing.active_children()), make(resumed, num_workers=2, persistent_workers=persistent)()
+    fitted = resumed.fit(tmp_path, lambda: loader)
+    assert set(multiprocessing.active_children()) <= before  # though what they worked for is still there
+    assert fitted.trace
 
 
 def test_samplers_of_the_user_continue_where_they_were(tmp_path: Path, resumed: ModuleType) -> None:
