@@ -162,9 +162,9 @@ class SaveTask:
         except BaseException as failure:
             error = failure
         finally:
-            if old is not None:
-                old.forget()
             self._finish(error)
+        if old is not None:
+            old.forget()
 
     def _finish(self, error: BaseException | None) -> None:
         self._leave()
