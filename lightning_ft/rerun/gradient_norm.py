@@ -2,23 +2,22 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-_PIECE = 1 << 17  # elements: half a megabyte of float32
-_DOT = (torch.float32, torch.float64)
+_PIECE = 1 << 16  # elements: a quarter of a megabyte of float32
+_PIECEWISE = (torch.float32, torch.float64)
+_Array = np.ndarray[Any, Any]
 
 
 class TotalNorm:
-    """The 2-norm of several tensors, in double precision: the same, bit for bit, in whatever order they are added.
-
-    It is the same, too, if a tensor is added piece by piece as it is copied, see :func:`in_pieces`: then the processor's
-    cache has the piece, and memory is not read once more.
-    """
+    """The 2-norm of several tensors, in double precision: the same, bit for bit, in whatever order they are added."""
 
     def __init__(self, parts: "Iterable[TotalNorm]" = ()) -> None:
         parts = list(parts)
@@ -33,13 +32,45 @@ class TotalNorm:
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
-        """Take in a tensor, or the next piece of it."""
+        """Take in a tensor."""
         if tensor.is_sparse:
             tensor = tensor.coalesce().values()
-        if tensor.device.type == "cpu":
-            self._squares += [_square(piece) for (piece,) in in_pieces(tensor)]
+        if (array := _as_array(tensor)) is not None:
+            with _silent():
+                self._squares += [_square(piece) for (piece,) in _pieces(array)]
+        elif tensor.device.type == "cpu":
+            self._squares.append(_square_of(tensor))
         else:
             self._norms.append(norm_of(tensor))
+
+    @torch.no_grad()
+    def add_and_scale(self, tensor: Tensor, scale: float, out: Tensor) -> None:
+        """Take in a tensor, and overwrite ``out`` with it, times ``scale``.
+
+        In pieces that the processor's cache has room for: memory is read once.
+        """
+        source, target = _as_array(tensor), _as_array(out)
+        if source is None or target is None:
+            self.add(tensor)
+            torch.mul(tensor, scale, out=out)
+            return
+        factor = source.dtype.type(scale)
+        with _silent():
+            for piece, scaled in _pieces(source, target):
+                np.multiply(piece, factor, out=scaled)
+                self._squares.append(_square(piece))
+
+    @torch.no_grad()
+    def copy_and_add(self, tensor: Tensor, out: Tensor) -> None:
+        """Overwrite ``out`` with a tensor of the same kind, and take it in; in such pieces, too."""
+        source, target = _as_array(tensor), _as_array(out)
+        if source is None or target is None:
+            self.add(out.copy_(tensor))
+            return
+        with _silent():
+            for piece, copy in _pieces(source, target):
+                np.copyto(copy, piece)
+                self._squares.append(_square(copy))
 
     @property
     def value(self) -> Tensor | None:
@@ -50,15 +81,6 @@ class TotalNorm:
             norms = [torch.tensor(math.inf, dtype=torch.float64)]
         norms += self._norms
         return _together([norm.to(norms[-1].device) for norm in norms])
-
-
-def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Return the parts of tensors of one shape that the processor's cache has room for; they themselves on other devices."""
-    is_large = tensors[0].numel() > _PIECE and tensors[0].device.type == "cpu"
-    if is_large and all(tensor.is_contiguous() for tensor in tensors):
-        yield from zip(*(tensor.view(-1).split(_PIECE) for tensor in tensors), strict=True)
-    else:
-        yield tensors
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> Tensor | None:
@@ -102,13 +124,34 @@ def norm_of(tensor: Tensor) -> Tensor:
     return norm.double()
 
 
-def _square(piece: Tensor) -> float:
-    if piece.dtype in _DOT and piece.is_contiguous():
-        flat = piece.view(-1)
-        square = float(torch.dot(flat, flat))  # takes half the time of `vector_norm` if the cache has the piece
-        if math.isfinite(square):
-            return square
-    norm = float(norm_of(piece))
+def _as_array(tensor: Tensor) -> _Array | None:
+    """Return the memory of a tensor that is normed in pieces.
+
+    NumPy's calls take a third of the time that torch's do, which matters in pieces that the processor's cache has room for.
+    """
+    if tensor.device.type != "cpu" or tensor.dtype not in _PIECEWISE or not tensor.is_contiguous() or tensor.is_neg():
+        return None
+    array: _Array = tensor.detach().view(-1).numpy()
+    return array
+
+
+def _pieces(*arrays: _Array) -> Iterator[tuple[_Array, ...]]:
+    for start in range(0, arrays[0].size, _PIECE):
+        yield tuple(array[start : start + _PIECE] for array in arrays)
+
+
+def _silent() -> np.errstate:
+    """Torch does not tell of overflows either."""
+    return np.errstate(all="ignore")
+
+
+def _square(piece: _Array) -> float:
+    square = float(piece.dot(piece))
+    return square if math.isfinite(square) else _square_of(torch.from_numpy(piece))
+
+
+def _square_of(tensor: Tensor) -> float:
+    norm = float(norm_of(tensor))
     return norm * norm
 
 

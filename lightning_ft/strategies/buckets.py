@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from lightning_ft.rerun.gradient_norm import TotalNorm, in_pieces
+from lightning_ft.rerun.gradient_norm import TotalNorm
 
 _SPARE_BYTES = 16 << 20
 
@@ -46,18 +46,15 @@ class Bucket:
             elif norm is None:
                 torch.mul(local_part(parameter.grad), scale, out=view)
             else:
-                for out, gradient in in_pieces(view, local_part(parameter.grad)):
-                    torch.mul(gradient, scale, out=out)
-                    norm.add(gradient)
+                norm.add_and_scale(local_part(parameter.grad), scale, view)
 
 
 @torch.no_grad()
 def write_back(gradients: list[Tensor], averages: list[Tensor], norm: TotalNorm | None) -> None:
     """Overwrite ``gradients``; add what they are then to ``norm``."""
     if norm is not None:
-        for pair in zip(gradients, averages, strict=True):
-            for gradient, average in in_pieces(*pair):
-                norm.add(gradient.copy_(average))
+        for gradient, average in zip(gradients, averages, strict=True):
+            norm.copy_and_add(average, gradient)
     elif gradients:
         torch._foreach_copy_(gradients, averages)
 
