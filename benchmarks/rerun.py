@@ -3,7 +3,7 @@
     python -m benchmarks.rerun --faults 1000
     python -m benchmarks.rerun --faults 36 --ranks 3
     python -m benchmarks.rerun --faults 36 --ranks 4 --shard-size 2
-    python -m benchmarks.rerun --faults 0 --overhead-blocks 40
+    python -m benchmarks.rerun --faults 0 --overhead-blocks 150
 
 ``injected`` faults go wrong in loss, gradient, activation or batch: NaN, infinity, times a million, a flipped bit of the
 exponent; in one run of a step or in each; with 1 and 3 batches a step, in float32, bfloat16 and float16 with a GradScaler.
@@ -184,7 +184,7 @@ def main() -> None:
         "--lasting", type=float, default=0.5, help="Part of faults of devices that last; of several ranks each restarts one."
     )
     parser.add_argument("--alarm-seeds", type=int, default=0, help="Clean runs of each training, for false alarms.")
-    parser.add_argument("--overhead-blocks", type=int, default=0, help="Ten validated steps each.")
+    parser.add_argument("--overhead-blocks", type=int, default=0, help="Four validated steps each.")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning_ft"):

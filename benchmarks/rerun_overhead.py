@@ -1,6 +1,6 @@
-"""What validation costs a step, for ``benchmarks.rerun``: one training of two ranks, validated every other ten steps.
+"""What validation costs a step, for ``benchmarks.rerun``: one training of two ranks, validated every other four steps.
 
-The machine's speed drifts from second to second by more than validation costs, so each ten steps are compared with the ten
+The machine's speed drifts from second to second by more than validation costs, so each four steps are compared with the four
 before and after them, of the same processes.
 """
 
@@ -24,12 +24,12 @@ from benchmarks.workload import Network, Regression
 from lightning_ft import FTStrategy
 from lightning_ft.callbacks import RerunValidation
 
-_BLOCK = 10  # steps
-_SETTLING = 2  # first steps of each, which are not counted
+_BLOCK = 4  # steps
+_SETTLING = 1  # first step of each, which is not counted
 
 
 class EveryOtherBlock(Callback):
-    """Validates every other ten steps, and writes down how long each took.
+    """Validates every other four steps, and writes down how long each took.
 
     Args:
         path: Where rank 0 writes a list of blocks as JSON.
