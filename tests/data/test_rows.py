@@ -2,7 +2,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_ft.data.rows import RowPlan
@@ -54,6 +54,7 @@ def everything_told(plan: RowPlan, live: tuple[int, ...]) -> tuple[Any, ...]:
     st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from(["take"] * 4 + ["commit"] * 4 + ["die", "join"]), st.integers(0, 3)), max_size=30),
 )
+@example(9, 2, [("die", 1), ("take", 1), ("join", 1), ("take", 0), ("commit", 0)])  # a step with and without lockstep
 @settings(max_examples=150, deadline=None)
 def test_a_plan_that_is_never_asked_goes_on_like_one_that_always_is(
     num_tickets: int, num_slots: int, happens: list[tuple[str, int]]
