@@ -272,6 +272,8 @@ def test_another_loader_continues_a_shuffled_stream_where_one_was(workers: int) 
     assert str(random_state()) == str(before)
     for ours, theirs in zip(first, rest, strict=True):
         assert sorted(torch.cat([*ours, *theirs]).tolist()) == list(range(20))
+    for loader in (*job.loaders, *other.loaders):
+        loader.close()
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
