@@ -130,8 +130,17 @@ class Leveling:
                 self._replay(table, ports, settled, last, server, outcome)
                 if joiners:
                     self._hand_out(table, ports, joiners, provide_state, server, outcome)
-            self._exchange.all_reduce(torch.zeros(1))
+            self._wait_for_all(outcome)
         return outcome
+
+    def _wait_for_all(self, outcome: Outcome) -> None:
+        try:
+            self._exchange.all_reduce(torch.zeros(1))
+        except GroupBrokenError:
+            if outcome.state is None:
+                raise
+            # The others may be through, and past the step boundary: then nobody could hand out the state again. It is all
+            # that this rank needs. That the group is broken it will meet again in the first operation of its own.
 
     def _replay(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_ft.elastic import groups
+from lightning_ft.elastic import groups, sockets
 from lightning_ft.elastic.collectives import Collectives
 from lightning_ft.elastic.local import LocalEngine
 from lightning_ft.errors import CollectiveMismatchError, GroupBrokenError
@@ -202,6 +202,46 @@ def join_and_count(engine: LocalEngine) -> Any:
 def test_a_rank_that_comes_back_receives_the_state_and_is_the_last_one() -> None:
     results = run_ranks(join_and_count, 3, max_restarts=1)
     assert results == [{"members": [1, 2, 0], "weights": [7.0] * 3, "total": [3.0]}] * 3
+
+
+class FallsApart(FailsOnce):
+    """A work that completes everywhere; then the connections of this rank are gone, as when a peer dies just after."""
+
+    def __init__(self, work: Any, generation: int) -> None:
+        super().__init__(work)
+        self._generation = generation
+
+    def wait(self) -> None:
+        self._work.wait()
+        assert sockets.shut_down(sockets.generation_address(self._generation))
+        raise GroupBrokenError("its peer is gone")
+
+
+def join_as_a_peer_dies(engine: LocalEngine) -> Any:
+    if engine.alone:
+        create = engine._groups.create
+
+        def create_once(rank: int, size: int, vigil: Any) -> Any:
+            engine._groups.create = create  # type: ignore[method-assign]
+            group: Any = create(rank, size, vigil)
+            start = group.allreduce
+
+            def fall_apart(*args: Any) -> FallsApart:
+                group.allreduce = start
+                return FallsApart(start(*args), vigil.generation)
+
+            group.allreduce = fall_apart
+            return group
+
+        engine._groups.create = create_once  # type: ignore[method-assign,assignment]
+    return join_and_count(engine) | {"generation": engine.generation}
+
+
+def test_a_joiner_that_has_the_state_is_in_although_a_peer_dies_before_it_learns_that_all_have_it() -> None:
+    results = run_ranks(join_as_a_peer_dies, 3, max_restarts=1)
+    # Generations of the start, the death, the admission, and connections that are made again.
+    expected = {"members": [1, 2, 0], "weights": [7.0] * 3, "total": [3.0], "generation": 4}
+    assert results == [expected] * 3
 
 
 def die_before_connecting_back(engine: LocalEngine) -> Any:
