@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
+from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional
 
 __all__ = [
     "GLOO_NAMES",
     "SHARD_GROUP_NAME",
-    "connect_store",
     "create_gloo_group",
     "install_default_group",
     "install_shard_group",
@@ -55,11 +54,6 @@ GLOO_NAMES = {
     "all_to_all_single": "alltoall_base",
 }
 """What gloo calls the collectives to which torch has given new names."""
-
-
-def connect_store(host: str, port: int, timeout: timedelta) -> Store:
-    """Return a new client connection to the supervisor's store."""
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def create_gloo_group(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> ProcessGroup:

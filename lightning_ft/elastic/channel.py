@@ -94,6 +94,8 @@ class Channel(Generic[Received]):
                 self.eof = True
                 break
             self._incoming += chunk
+            if b"\n" not in chunk:
+                continue
             *lines, rest = self._incoming.split(b"\n")
             self._incoming = bytearray(rest)
             if lines:

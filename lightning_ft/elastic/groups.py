@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from lightning_ft.elastic import sockets
-from lightning_ft.elastic._torch_compat import connect_store, create_gloo_group
+from lightning_ft.elastic._torch_compat import create_gloo_group
+from lightning_ft.elastic.local_store import LocalStore
 from lightning_ft.elastic.vigil import SLICE, Vigil
 from lightning_ft.errors import GroupBrokenError
 
@@ -83,14 +84,12 @@ class GlooGroups:
     """gloo groups that find each other in the supervisor's store.
 
     Args:
-        host: Host of the store.
-        port: Port of the store.
+        store: Address of the store.
 
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host = host
-        self._port = port
+    def __init__(self, store: str) -> None:
+        self._store = store
         self._retired: list[GlooGroup] = []
 
     def create(self, rank: int, size: int, vigil: Vigil, *, name: str = "", waits: Vigil | None = None) -> "GlooGroup":
@@ -99,13 +98,14 @@ class GlooGroups:
         # for its address or its connection, and nothing wakes them up before gloo's own timeout.
         connected: Future[ProcessGroup] = Future()
         generation = vigil.generation
+        store = LocalStore(self._store, _CONNECT_TIMEOUT)
 
         def connect() -> None:
             try:
                 prefix = f"generation/{generation}/{name}" if name else f"generation/{generation}"
-                store = PrefixStore(prefix, connect_store(self._host, self._port, _CONNECT_TIMEOUT))
                 address = (sockets.generation_address if waits is None else sockets.replica_address)(generation)
-                connected.set_result(create_gloo_group(store, rank, size, address, _CONNECT_TIMEOUT))
+                group = create_gloo_group(PrefixStore(prefix, store), rank, size, address, _CONNECT_TIMEOUT)
+                connected.set_result(group)
             except BaseException as error:
                 connected.set_exception(error)
 
@@ -115,7 +115,7 @@ class GlooGroups:
         with _failures_said():
             group = connected.result()
         vigil.arrived()
-        return GlooGroup(group, waits or vigil)
+        return GlooGroup(group, waits or vigil, store)
 
     def interrupt(self, generation: int) -> None:
         """Shut down the sockets of ``generation``."""
@@ -143,11 +143,13 @@ class GlooGroup:
     Args:
         group: The process group.
         vigil: How to wait in it.
+        store: Where its ranks found each other, if it is to be kept for the group: torch keeps the half of it that is C++.
 
     """
 
-    def __init__(self, group: ProcessGroup, vigil: Vigil) -> None:
+    def __init__(self, group: ProcessGroup, vigil: Vigil, store: Store | None = None) -> None:
         self._group = group
+        self._store = store
         self._vigil = vigil
         self._timeout = timedelta(seconds=vigil.timeout)
         self._works: list[dist.Work] = []

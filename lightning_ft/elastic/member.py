@@ -51,7 +51,7 @@ class Member(SupervisedProcess):
         self.on_change: Callable[[Change], None] = lambda change: None
         self.alone = True
         self.may_regroup = self.outlives_replica = False
-        self._groups = groups or GlooGroups(environment.store_host, environment.store_port)
+        self._groups = groups or GlooGroups(environment.store)
         waits = VigilOfReplica(timeout.total_seconds(), lambda: self._vigil, self._follow)
         slot, num_slots = environment.slot, environment.num_slots
         self._replicas = ReplicaGroups(self._groups, slot, num_slots, waits, self._lose_replica)

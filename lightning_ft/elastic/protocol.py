@@ -36,8 +36,7 @@ class RankEnvironment:
         incarnation: How often the slot was started before.
         num_slots: How many slots the job has.
         supervisor: Address of the control socket, for :func:`connect`.
-        store_host: Host of the supervisor's TCPStore.
-        store_port: Port of the supervisor's TCPStore.
+        store: Address of the supervisor's store, for :class:`~lightning_ft.elastic.local_store.LocalStore`.
         run_id: Name of this job, the same in all ranks and incarnations.
         memory: Name of the supervisor's :class:`~lightning_ft.supervision.host_memory.HostMemory`.
 
@@ -47,8 +46,7 @@ class RankEnvironment:
     incarnation: int
     num_slots: int
     supervisor: str
-    store_host: str
-    store_port: int
+    store: str
     run_id: str
     memory: str = ""
 
@@ -59,7 +57,7 @@ class RankEnvironment:
             INCARNATION: str(self.incarnation),
             NUM_SLOTS: str(self.num_slots),
             SUPERVISOR: self.supervisor,
-            STORE: f"{self.store_host}:{self.store_port}",
+            STORE: self.store,
             RUN_ID: self.run_id,
             MEMORY: self.memory,
         }
@@ -78,14 +76,12 @@ class RankEnvironment:
         """Return what ``environ`` says, or None in a process that is not a rank."""
         if SLOT not in environ:
             return None
-        host, _, port = environ[STORE].rpartition(":")
         return cls(
             slot=int(environ[SLOT]),
             incarnation=int(environ[INCARNATION]),
             num_slots=int(environ[NUM_SLOTS]),
             supervisor=environ[SUPERVISOR],
-            store_host=host,
-            store_port=int(port),
+            store=environ[STORE],
             run_id=environ[RUN_ID],
             memory=environ.get(MEMORY, ""),
         )

@@ -8,9 +8,9 @@ from datetime import timedelta
 
 from torch.distributed import Store
 
-from lightning_ft.elastic._torch_compat import connect_store
 from lightning_ft.elastic.activity import Activity
 from lightning_ft.elastic.link import SupervisorLink
+from lightning_ft.elastic.local_store import LocalStore
 from lightning_ft.elastic.options import Policy
 from lightning_ft.elastic.protocol import RankEnvironment
 from lightning_ft.elastic.raised import describe_exception
@@ -48,7 +48,7 @@ class SupervisedProcess:
         self.run_id = environment.run_id
         self.events = events
         self.activity = Activity()
-        self._store = connect_store(environment.store_host, environment.store_port, timeout)
+        self._store = self.connect(timeout)
         self._link = SupervisorLink(environment, on_superseded, self.activity.answer)
         self._link.send({"type": "hello", "slot": self.slot, "incarnation": self.incarnation, "pid": os.getpid()})
         self.configure(policy, timeout)
@@ -114,4 +114,4 @@ class SupervisedProcess:
 
     def connect(self, timeout: timedelta) -> Store:
         """Return a connection of its own to the supervisor's store: whoever waits in one keeps its other users waiting."""
-        return connect_store(self._environment.store_host, self._environment.store_port, timeout)
+        return LocalStore(self._environment.store, timeout)

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from lightning_ft.elastic.options import StartMethod
 from lightning_ft.elastic.protocol import NO_SLOT, Assign, Enter, FromRank, FromSupervisor, RankEnvironment
@@ -32,14 +32,11 @@ from lightning_ft.supervision.output import Output, Writer
 from lightning_ft.supervision.processes import become_subreaper, end_group, is_stopped
 from lightning_ft.supervision.spares import Spares
 from lightning_ft.supervision.starting import Starter
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import TCPStore
+from lightning_ft.supervision.store import StoreServer
 
 log = logging.getLogger(SUPERVISOR_MODULE)  # __name__ is "__main__" here
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
-_STORE_HOST = "127.0.0.1"
 
 
 class _Speaker(logging.Handler):
@@ -76,7 +73,7 @@ class Supervisor:
         self._run_id = secrets.token_hex(8)
         self._events.emit("run", run_id=self._run_id, num_slots=num_slots, pid=os.getpid())
         self._memory = HostMemory(num_slots)
-        self._store = _start_store()
+        self._store = StoreServer(self._selector)
         self._conversations = Conversations(self._selector, self._find, self._on_message)
         self._control = Control(self._selector, self._membership, self._perform)
         self._wakeup = self._handle_signals()
@@ -102,6 +99,7 @@ class Supervisor:
                 end_group(pid)  # spares, and what they started
             self._starter.close()
             self._conversations.close()
+            self._store.close()
             self._control.close()
             self._writer.close()
             self._events.close()
@@ -157,8 +155,7 @@ class Supervisor:
             incarnation=incarnation,
             num_slots=self._num_slots,
             supervisor=self._conversations.address,
-            store_host=_STORE_HOST,
-            store_port=self._store.port,
+            store=self._store.address,
             run_id=self._run_id,
             memory=self._memory.name,
         )
@@ -289,12 +286,6 @@ class Supervisor:
             self._output.resize()
         if 0 in numbers:
             self._output.resume()
-
-
-def _start_store() -> TCPStore:
-    from torch.distributed import TCPStore
-
-    return TCPStore(_STORE_HOST, 0, is_master=True, wait_for_workers=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,7 @@ from lightning_ft.elastic.protocol import Death, FromRank, Generation, RankEnvir
 @pytest.fixture
 def ends() -> Iterator[tuple[SupervisorLink, Channel[FromRank]]]:
     listener, address = listen()
-    environment = RankEnvironment(
-        slot=1, incarnation=0, num_slots=3, supervisor=address, store_host="127.0.0.1", store_port=1, run_id="run"
-    )
+    environment = RankEnvironment(slot=1, incarnation=0, num_slots=3, supervisor=address, store="", run_id="run")
     link = SupervisorLink(environment, lambda generation: None, Activity().answer)
     accepted = accept(listener)
     assert accepted is not None

@@ -249,17 +249,16 @@ def die_before_connecting_back(engine: LocalEngine) -> Any:
     groups._CONNECT_TIMEOUT = timedelta(seconds=1000)
     if engine.slot == 2:
         create = groups.create_gloo_group
+        another = engine.connect(timedelta(seconds=1000))
 
-        def die(store: Any, rank: int, size: int, address: str, timeout: Any) -> Any:
+        def die(store: Any, rank: int, *args: Any) -> Any:
             def poll() -> None:
-                while not any(store.check([f"{prefix}rank_{rank}"]) for prefix in ("", "0/")):
-                    if store.num_keys() > before:
-                        break
+                while not another.check([f"generation/{engine.generation}/0/{rank}"]):
+                    pass
                 os.kill(os.getpid(), signal.SIGKILL)
 
-            before = store.num_keys()
             threading.Thread(target=poll, daemon=True).start()
-            return create(store, rank, size, address, timeout)
+            return create(store, rank, *args)
 
         groups.create_gloo_group = die
     Collectives(engine).barrier("together")

@@ -4,7 +4,7 @@ from lightning_ft.elastic.protocol import RankEnvironment
 
 def test_rank_environment_survives_the_environment() -> None:
     environment = RankEnvironment(
-        slot=2, incarnation=1, num_slots=4, supervisor="@x", store_host="::1", store_port=4242, run_id="a", memory="1:5,6"
+        slot=2, incarnation=1, num_slots=4, supervisor="@x", store="@y", run_id="a", memory="1:5,6"
     )
     assert RankEnvironment.from_environ({"HOME": "/", **environment.to_environ()}) == environment
     assert RankEnvironment.from_environ({"HOME": "/"}) is None
