@@ -184,7 +184,10 @@ def _serve(sock: socket.socket) -> NoReturn:
             _become(request, stdio, flags)
         for descriptor in stdio:
             os.close(descriptor)
-        sock.sendall(_LENGTH.pack(max(pid, 0)))
+        try:
+            sock.sendall(_LENGTH.pack(max(pid, 0)))
+        except ConnectionError:
+            os._exit(0)  # who asked is gone, and with it goes what was started
 
 
 def _become(request: dict[str, Any], stdio: Sequence[int], flags: Sequence[str]) -> NoReturn:

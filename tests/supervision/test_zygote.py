@@ -165,6 +165,22 @@ def test_request_to_a_dead_server_is_an_error_and_not_a_hang() -> None:
     zygote.close()
 
 
+def test_server_that_is_let_go_while_it_starts_a_process_ends_without_a_word() -> None:
+    code = """
+import os
+from lightning_ft.supervision.processes import become_subreaper
+from lightning_ft.supervision.zygote import Zygote
+become_subreaper()
+zygote = Zygote.fork_here()
+null = os.open(os.devnull, os.O_RDWR)
+zygote.request(["-c", "pass"], dict(os.environ), ".", (null, null, null))
+zygote.close()
+print("started:", os.wait()[1])
+"""
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "started: 0\n", "")
+
+
 def test_process_with_threads_is_not_forked() -> None:
     assert num_threads() >= 1
     code = """
