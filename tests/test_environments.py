@@ -85,7 +85,7 @@ def test_ranks_share_the_cores_as_under_ddp_unless_the_user_sets_a_number(tmp_pa
 
 
 def test_what_a_rank_starts_is_not_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = RankEnvironment(1, 0, 2, "@nowhere", "127.0.0.1", 1, "run")
+    environment = RankEnvironment(1, 0, 2, "@nowhere", "@nowhere", "run")
     for name, value in environment.to_environ().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "getsid", lambda _: os.getpid())

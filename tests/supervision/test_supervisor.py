@@ -270,6 +270,15 @@ def test_spare_follows_the_calls_and_takes_the_place_of_the_dead(start: Start, t
         assert not stat.exists() or stat.read_text().split()[2] in "ZX", "what a spare started lives on"
 
 
+def test_nothing_of_the_supervisor_is_on_a_network(start: Start) -> None:
+    job = start("ImitatedRank().begin(); print('up'); signal.pause()", 1)
+    job.wait_for("up")
+    held = {descriptor.resolve().name for descriptor in Path(f"/proc/{job.pid}/fd").iterdir()}
+    tables = [Path(f"/proc/{job.pid}/net/{name}").read_text() for name in ("tcp", "tcp6", "udp", "udp6")]
+    assert any(name.startswith("socket:[") for name in held)
+    assert not held & {f"socket:[{row.split()[9]}]" for table in tables for row in table.splitlines()[1:]}
+
+
 def test_death_of_the_supervisor_leaves_no_process(start: Start) -> None:
     job = start("ImitatedRank().begin(); print('up'); signal.pause()", 3)
     job.wait_for("up", 3)
