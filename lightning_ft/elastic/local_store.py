@@ -20,7 +20,7 @@ from lightning_ft.elastic.channel import Channel, connect
 
 
 class LocalStore(Store):
-    """One connection: whoever waits in it keeps its other users waiting.
+    """One connection, for what gloo and those who save together ask: whoever waits in it keeps its other users waiting.
 
     Args:
         address: Of the store.
@@ -40,7 +40,8 @@ class LocalStore(Store):
 
     @override
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", [key], _encode(value))
+        value = value.encode() if isinstance(value, str) else value
+        self._ask("set", [key], base64.b64encode(value).decode())
 
     @override
     def get(self, key: str) -> bytes:
@@ -50,7 +51,7 @@ class LocalStore(Store):
             DistStoreError: If that takes too long.
 
         """
-        return _decode(self._ask("get", [key]))
+        return base64.b64decode(self._ask("get", [key]))
 
     @override
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -69,22 +70,10 @@ class LocalStore(Store):
         return bool(self._ask("check", keys))
 
     @override
-    def add(self, key: str, amount: int) -> int:
-        return int(self._ask("add", [key], amount))
-
-    @override
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return _decode(self._ask("compare_set", [key], [_encode(expected_value), _encode(desired_value)]))
-
-    @override
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete", [key]))
 
-    @override
-    def num_keys(self) -> int:
-        return int(self._ask("num_keys", []))
-
-    def _ask(self, operation: str, keys: list[str], value: Any = None, seconds: float | None = None) -> Any:
+    def _ask(self, operation: str, keys: list[str], value: str | None = None, seconds: float | None = None) -> Any:
         seconds = self._seconds if seconds is None else seconds
         with self._lock:
             try:
@@ -110,11 +99,3 @@ class LocalStore(Store):
 
     def __del__(self) -> None:
         self._hang_up()
-
-
-def _encode(value: str | bytes) -> str:
-    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
-
-
-def _decode(value: str) -> bytes:
-    return base64.b64decode(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import selectors
 from collections import defaultdict
@@ -55,11 +54,8 @@ class StoreServer:
 
     def _answer(self, channel: Channel[Any], operation: str, keys: list[str], value: Any) -> Any:
         values = self._values
-        match operation:
-            case "check":
-                return all(key in values for key in keys)
-            case "num_keys":
-                return len(values)
+        if operation == "check":
+            return all(key in values for key in keys)
         (key,) = keys
         match operation:
             case "set":
@@ -69,15 +65,6 @@ class StoreServer:
                     return values[key] if operation == "get" else None
                 self._waiting[key].append((channel, operation == "get"))
                 return _NOT_YET
-            case "add":
-                total = int(base64.b64decode(values.get(key, "")) or 0) + value
-                self._set(key, base64.b64encode(str(total).encode()).decode())
-                return total
-            case "compare_set":
-                expected, desired = value
-                if values.get(key, "") == expected:
-                    self._set(key, desired)
-                return values.get(key, expected)
             case "delete":
                 return values.pop(key, None) is not None
         raise ValueError(operation)
