@@ -184,6 +184,7 @@ class Replay:
     def _on_generation(self, event: Event) -> None:
         if event["slot"] is None:
             self._generations.append(_generation(event))
+            self.timeline.tell_published(event)
         else:
             self.timeline.tell_change(event)
 

@@ -73,6 +73,7 @@ class Timeline:
         self._times: dict[Process, array[float]] = {}
         self._steps: dict[Process, array[int]] = {}
         self._changes: list[Event] = []
+        self._told: dict[Process, float] = {}
         self._fired: dict[Process, float] = {}
         self._begun_anew: list[float] = []
         self.median: float | None = None
@@ -90,6 +91,12 @@ class Timeline:
     def tell_change(self, event: Event) -> None:
         """Take in a generation that a rank adopted."""
         self._changes.append(event)
+
+    def tell_published(self, event: Event) -> None:
+        """Take in a generation that the supervisor told the ranks of."""
+        attempt = process_of(event)[0]
+        for death in event["dead"]:
+            self._told.setdefault((attempt, death["slot"], death["incarnation"]), event["t"])
 
     def tell_fault(self, event: Event) -> None:
         """Take in a fault of a plan."""
@@ -117,8 +124,9 @@ class Timeline:
         process = process_of(exit)
         attempt, slot, incarnation = process
         fired = self._fired.get(process)
-        # The others go on as soon as a rank says what it raised; how long ago that was, its exit says.
-        time = float(exit["t"]) - exit.get("ago", 0.0) if fired is None else fired
+        # The others go on as soon as a rank says what it raised, or was excluded; when it has ended may be told long after.
+        noticed = min(float(exit["t"]) - exit.get("ago", 0.0), self._told.get(process, float("inf")))
+        time = noticed if fired is None else fired
         later = [t[0] for (a, s, i), t in self._times.items() if (a, s) == (attempt, slot) and i > incarnation and t]
         until = min(later, default=float("inf"))  # later, the slot may die again
         told = [e for e in self._changes if time <= e["t"] <= until and e["slot"] != slot and _tells_of(slot, e)]

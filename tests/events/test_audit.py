@@ -80,6 +80,15 @@ def test_a_death_that_a_plan_caused_happened_when_the_fault_fired() -> None:
     assert death.recovery == pytest.approx(1.1)
 
 
+def test_a_death_is_recovered_by_those_who_went_on_before_the_end_of_its_process_was_told() -> None:
+    """A rank that raised or was excluded, of whose end a busy supervisor tells late."""
+    for exit in ({"how": "excluded: hung", "code": -9}, {"how": "ValueError: no", "code": 1, "ago": 0.8}):
+        records = [record for record in one_death() if record["event"] != "exit" or record["code"] == 0]
+        (death,) = audit([*records, event("exit", 3.6, 1, 0, member=True, **exit)]).deaths
+        assert (death.time, death.step, death.recovery) == (2.6, 2, pytest.approx(0.9))
+        assert death.reconfiguration == pytest.approx(0.02)
+
+
 def test_a_join_is_described_by_the_gap_in_the_steps_of_the_others() -> None:
     (join,) = audit(one_death()).joins
     assert (join.slot, join.incarnation, join.step) == (1, 1, 4)

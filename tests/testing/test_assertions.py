@@ -21,7 +21,12 @@ def step(number: int, tickets: list[int]) -> dict[str, Any]:
 
 
 def generation(number: int, reason: str, members: list[int], dead: list[int]) -> dict[str, Any]:
-    fields = {"number": number, "reason": reason, "members": members, "dead": [{"slot": slot} for slot in dead]}
+    fields = {
+        "number": number,
+        "reason": reason,
+        "members": members,
+        "dead": [{"slot": slot, "incarnation": 0} for slot in dead],
+    }
     return {"t": number + 0.5, "event": "generation", "slot": None, "incarnation": 0, **fields}
 
 
