@@ -89,21 +89,24 @@ def test_what_cannot_take_further_passes_is_refused(module: Any, optimizer: Any,
 def test_replicas_that_are_left_take_the_batches_of_those_that_lost_a_rank_in_the_same_step(
     train: Callable[..., Any],
 ) -> None:
-    # Each time both ranks of a replica are away for a while: the mate of the dead one begins anew.
-    plan = FaultPlan(
-        [
-            Fault(kind="kill", slot=1, point="backward_early", step=2),
-            Fault(kind="kill", slot=2, point="gradients_ready", step=5),
-            Fault(kind="kill", slot=0, point="validation_batch", step=6, incarnation=1),
-        ]
-    )
+    # Each time both ranks of a replica are away: the mate of the dead one begins anew.
+    deaths = [
+        Fault(kind="kill", slot=1, point="backward_early", step=2),
+        Fault(kind="kill", slot=2, point="gradients_ready", step=4),
+        Fault(kind="kill", slot=0, point="validation_batch", step=6, incarnation=1),
+    ]
     options = {**OPTIONS, "devices": 4, "dropout": 0.2, "accumulate": 2, "clip": 0.1, "timeout": 150.0}
     whole = train(name="whole", ft={**CONSTANT, "shard_size": 2}, **options)
-    training = train(plan, ft={**CONSTANT, "shard_size": 2}, **options)
-    training.assert_went_on(plan)
-    assert not audit(training.events).partial
-    for end in ends(training).values():
-        assert_trained_as(ends(whole)[0], end)
+    for plan, more, num_ranks in (
+        (FaultPlan(deaths), {"min_replicas": 2}, [4, 4, 2, 4, 2, 4]),
+        (FaultPlan(deaths[:1]), {"max_restarts": 0}, [4, 4, 2, 2, 2, 2]),
+    ):
+        training = train(plan, name=next(iter(more)), ft={**CONSTANT, "shard_size": 2, **more}, **options)
+        training.assert_went_on(plan)
+        assert {event["step"]: len(event["members"]) for event in training.of("step")} == dict(enumerate(num_ranks, 1))
+        assert not audit(training.events).partial
+        for end in ends(training).values():
+            assert_trained_as(ends(whole)[0], end)
 
 
 def test_ranks_that_share_their_batches_are_refused_before_anything_runs() -> None:

@@ -50,7 +50,7 @@ def test_an_exit_code_of_all_ranks_is_the_job_s(train: Callable[..., Any]) -> No
 def test_ranks_that_die_again_and_again_stay_out(kind: str, train: Callable[..., Any]) -> None:
     faults = [Fault(kind=kind, slot=1, point="forward", step=2, incarnation=n, code=3) for n in range(2)]
     plan = FaultPlan(faults)
-    training = train(plan, ft={"max_restarts": 1}, max_epochs=6)
+    training = train(plan, ft={"max_restarts": 1}, max_epochs=6, callbacks=["pacing.WaitsForFaults"])
     training.assert_went_on(plan, max_epochs=6)
     assert set(training.results) == {0, 2}
 

@@ -97,7 +97,7 @@ def test_the_ranks_that_are_left_go_on_in_their_processes_and_those_that_return_
             Fault(kind="kill", slot=2, point="healed", incarnation=1),
         ]
     )
-    job = run(plan, tmp_path, validate=True, saves=True)
+    job = run(plan, tmp_path, validate=True, saves=True, waits=True)
     assert_equals_one_process(tmp_path, monkeypatch, num_epochs=2)
     assert_only_the_newest_is_kept(tmp_path, "stock", "async")
     summary = audit(job.events)
@@ -127,10 +127,11 @@ def test_two_deaths_at_once_and_one_in_the_recovery_leave_the_newest_whole_snaps
 def test_all_ranks_begin_again_if_none_is_left_and_if_one_dies_before_the_first_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    at_once: dict[str, Any] = {"kind": "kill", "point": "gradients_ready", "step": 22, "incarnation": 1, "rendezvous": True}
     plan = FaultPlan(
         [
             Fault(kind="kill", slot=1, point="train_start"),
-            *(Fault(kind="kill", slot=slot, point="gradients_ready", step=22, incarnation=1) for slot in range(3)),
+            *(Fault(**at_once, slot=slot) for slot in range(3)),
         ]
     )
     job = run(plan, tmp_path, shard_size=3, validate=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from pacing import WaitsForFaults
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
@@ -126,6 +127,7 @@ def main(options: dict[str, Any]) -> None:
     sharding = ShardingOptions(memory_snapshot_every_n_steps=options.get("every", 4))
     each_step: dict[str, Any] = {"filename": "{step}", "every_n_train_steps": 1, "save_last": True}
     saving = [ModelCheckpoint("stock", **each_step), AsyncCheckpoint("async", **each_step)] if options.get("saves") else []
+    pacing = [WaitsForFaults()] if options.get("waits") else []
     trainer = Trainer(
         accelerator="cpu",
         devices=options.get("devices", 3),
@@ -135,7 +137,7 @@ def main(options: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
-        callbacks=[Records(), ModelCheckpoint("checkpoints", save_top_k=-1), *saving, FaultPlan.from_environ()],
+        callbacks=[Records(), ModelCheckpoint("checkpoints", save_top_k=-1), *saving, FaultPlan.from_environ(), *pacing],
         **options.get("trainer", {}),
     )
     model = Model()

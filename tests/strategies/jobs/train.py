@@ -118,6 +118,12 @@ class TrainedSamples(Callback):
                 file.write(line + "\n")
 
 
+def find(path: str) -> Any:
+    """A class of ``models.py``, or of the module that comes before its name."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module or "models"), name)
+
+
 def make_trainer(options: Options) -> Trainer:
     callbacks: list[Callback] = [FaultPlan.from_environ(), TrainedSamples(), LearningRateMonitor("step")]
     if options.checkpoints:
@@ -125,7 +131,7 @@ def make_trainer(options: Options) -> Trainer:
         callbacks.append(ModelCheckpoint("best", monitor="val_loss", save_top_k=2, save_last=True))
         every = options.every_n_train_steps
         callbacks.append(ModelCheckpoint("steps", filename="{step}", every_n_train_steps=every, save_top_k=-1))
-    callbacks.extend(getattr(import_module("models"), name)() for name in options.callbacks)
+    callbacks.extend(find(name)() for name in options.callbacks)
     makers = {"csv": lambda: CSVLogger(".", name="csv"), "tensorboard": lambda: TensorBoardLogger(".", name="board")}
     return Trainer(
         accelerator="cpu",
@@ -156,8 +162,7 @@ def main() -> None:
     options = Options(**json.loads(sys.argv[1])) if len(sys.argv) > 1 else Options()
     seed_everything(7, verbose=False)
     trainer = make_trainer(options)
-    module, _, name = options.model.rpartition(".")
-    make_model = Model if options.model == "Model" else getattr(import_module(module or "models"), name)
+    make_model = Model if options.model == "Model" else find(options.model)
     model = make_model(options.batch_norm, options.dropout)
     training = DataLoader(
         Samples(options.num_samples, seed=1),
