@@ -20,7 +20,8 @@ class Death:
         slot: Its slot.
         incarnation: How often the slot was started before.
         how: "SIGKILL", "exit code 1", "ValueError: ...".
-        time: When its supervisor noticed it or, for a fault of a plan, when that fired.
+        time: When its supervisor noticed it, at the latest when it told the others, or, for a fault of a plan, when that
+            fired.
         member: Whether it took part in the training; else it was starting, or the call was over.
         step: The last step committed before.
         recovery: Seconds until the first survivor that knew of it committed a step; None if none did.
