@@ -25,6 +25,7 @@ from lightning_ft.testing.corruption import Corruption, Corruptions
 from lightning_ft.testing.fault_plan import FaultPlan
 from lightning_ft.testing.faults import Fault
 from lightning_ft.testing.jobs import JobResult, read_newest_run, run_job, run_ranks, run_without_supervisor
+from lightning_ft.testing.processes import end_process
 
 __all__ = [
     "Corruption",
@@ -41,6 +42,7 @@ __all__ = [
     "assert_steps_contiguous",
     "assert_used_up",
     "assert_weights_equal",
+    "end_process",
     "fingerprint",
     "read_newest_run",
     "run_job",

@@ -18,7 +18,7 @@ from row import Row, Run
 from rows import TABLE
 
 from lightning_ft import FTStrategy
-from lightning_ft.testing import FaultPlan, fingerprint
+from lightning_ft.testing import FaultPlan, end_process, fingerprint
 
 warnings.filterwarnings("ignore")
 
@@ -94,3 +94,4 @@ def main(names: list[str], strategy: str, devices: int, ft: dict[str, Any]) -> N
 
 if __name__ == "__main__":
     main(**json.loads(sys.argv[1]))
+    end_process()

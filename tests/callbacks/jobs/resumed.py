@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
 from lightning_ft.callbacks import LoaderPosition
+from lightning_ft.testing import end_process
 
 
 class Numbers(Dataset[Tensor]):
@@ -284,3 +285,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process()

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from lightning_ft import FTStrategy, ShardingOptions, SupervisionOptions
 from lightning_ft.callbacks import LoaderPosition
-from lightning_ft.testing import FaultPlan, fingerprint
+from lightning_ft.testing import FaultPlan, end_process, fingerprint
 
 warnings.filterwarnings("ignore")
 
@@ -276,3 +276,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process()

@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ft import FTStrategy
-from lightning_ft.testing import FaultPlan, fingerprint
+from lightning_ft.testing import FaultPlan, end_process, fingerprint
 
 warnings.filterwarnings("ignore")
 
@@ -203,3 +203,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process()
