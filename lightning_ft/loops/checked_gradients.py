@@ -15,15 +15,17 @@ def check_gradients_with(trainer: Trainer, check: Check) -> Callable[[], None]:
     if hasattr(strategy, "check_gradients_with"):
         strategy.check_gradients_with(check)
         return lambda: None
-    before, optimizer_step = vars(strategy).get("optimizer_step"), strategy.optimizer_step
+    # Not in the strategy: a module's `optimizer_step` may run the closure before it calls that, and give it none.
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    before, optimizer_step = vars(loop).get("_optimizer_step"), loop._optimizer_step
 
-    def checked_step(optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        return optimizer_step(optimizer, check(closure), *args, **kwargs)
+    def checked_step(batch_idx: int, closure: Callable[[], Any]) -> None:
+        optimizer_step(batch_idx, check(closure))
 
     def undo() -> None:
-        vars(strategy).pop("optimizer_step", None)
+        vars(loop).pop("_optimizer_step", None)
         if before is not None:
-            strategy.optimizer_step = before
+            loop._optimizer_step = before
 
-    strategy.optimizer_step = checked_step
+    loop._optimizer_step = checked_step
     return undo

@@ -414,6 +414,7 @@ class FTStrategy(LiveRanks):
             reducer.covers = live.extra.covers
         live.on_batch_end, live.may_pause = steps.end_batch, lambda: steps.may_pause
         live.on_abandon = steps.abandon
+        steps.enter()
         return steps
 
     def _make_memory(self, trainer: Trainer, live: LiveTraining) -> ReplicaMemory | None:
@@ -625,7 +626,7 @@ class FTStrategy(LiveRanks):
     ) -> Any:
         assert self._steps is not None
         output = super().optimizer_step(optimizer, self._steps.wrap(optimizer, closure), model, **kwargs)
-        self._steps.commit()
+        self._steps.stepped()
         return output
 
     def check_gradients_with(self, check: Callable[[Callable[[], Any]], Callable[[], Any]]) -> None:

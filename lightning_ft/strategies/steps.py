@@ -174,17 +174,31 @@ class TrainingSteps:
         if not is_extra:
             self._end_passes()
 
+    def enter(self) -> None:
+        """Take part in the steps of automatic optimization, whenever the module's ``optimizer_step`` runs the closure."""
+        loop: Any = self._live.trainer.fit_loop.epoch_loop.automatic_optimization
+        step = type(loop)._optimizer_step.__get__(loop)
+
+        def optimizer_step(batch_idx: int, closure: Callable[[], Any]) -> None:
+            is_automatic = self._is_automatic
+            step(batch_idx, self._redoing(self.checked(self._reducing(closure))) if is_automatic else closure)
+            if is_automatic:
+                self._commit(self._live.trainer.global_step)
+
+        loop._optimizer_step = optimizer_step
+
     def wrap(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return what ``optimizer`` is to call instead of ``closure``."""
-        if self._is_automatic:
-            closure = self._redoing(self.checked(self._reducing(closure)))
         if isinstance(optimizer, LBFGS):  # decides by the loss how often it calls the closure, and how far it goes
             closure = agree_on_loss(closure, self._collectives)
         return closure
 
-    def commit(self) -> None:
-        """Record that an optimizer stepped."""
-        step = self._live.trainer.global_step + 1
+    def stepped(self) -> None:
+        """Take note that an optimizer stepped."""
+        if not self._is_automatic:
+            self._commit(self._live.trainer.global_step + 1)
+
+    def _commit(self, step: int) -> None:
         self._live.commits.stepped(step)
         self._engine.report_progress(step)
 

@@ -38,6 +38,30 @@ def test_without_faults_nothing_is_run_twice_and_nothing_is_different() -> None:
     assert not validation.rows
 
 
+class RunsClosure(Model):
+    """Looks at the gradients before it steps."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", ["plain", "ft"])
+def test_modules_that_run_the_closure_before_the_optimizer_steps_are_validated_too(options: str) -> None:
+    def train(validation: RerunValidation | None, fault: Any = None) -> Any:
+        seed_everything(3, verbose=False)
+        return fit(validation, fault, model=RunsClosure(), **OPTIONS[options]())
+
+    known = train(None)
+    validation = RerunValidation()
+    assert_same_training(train(validation, once(20, spike)), known)
+    assert {row["verdict"] for row in validation.rows} == {"transient_error"}
+    validation = RerunValidation(on_correct="skip_batch", without_opinion="assume_correct")
+    _, model, _ = train(validation, always(7, nan))
+    assert [row["action"] for row in validation.rows] == ["skip_batch"]
+    assert all(value.isfinite().all() for value in model.state_dict().values())
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("action", ["skip_batch", "skip_update", "apply"])
 def test_a_poisoned_batch_has_the_effect_that_was_asked_for(accumulate: int, action: Any) -> None:

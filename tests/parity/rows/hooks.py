@@ -49,6 +49,35 @@ class OwnSteps(Net):
         (2 * loss).backward()
 
 
+class OwnClosures(Net):
+    """Decides for each step whether it runs the closure itself, and whether the optimizer steps."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.trainer.global_step % 3 == 0:
+            optimizer.step(closure=optimizer_closure)
+            return
+        loss = optimizer_closure()
+        self.log("seen", loss + self.net[0].weight.grad.norm(), sync_dist=True)
+        if self.trainer.global_step % 3 == 1:
+            optimizer.step()
+
+
+class SharpnessAware(Net):
+    """Steps by the gradient at a point uphill (SAM), with two passes a step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        with torch.no_grad():
+            uphill = [0.05 * p.grad / p.grad.norm() for p in self.parameters()]
+            for parameter, way in zip(self.parameters(), uphill, strict=True):
+                parameter.add_(way)
+        optimizer_closure()
+        with torch.no_grad():
+            for parameter, way in zip(self.parameters(), uphill, strict=True):
+                parameter.sub_(way)
+        optimizer.step()
+
+
 class OwnTransfer(Net):
     """Changes batches on their way."""
 
@@ -174,6 +203,14 @@ def with_data_module(run: Run) -> Any:
 
 ROWS = [
     Row("own steps", OwnSteps, sharded=CLIPPED),  # it logs the norm
+    Row("own closures", OwnClosures),
+    Row(
+        "own closures of windows",
+        OwnClosures,
+        {"accumulate_grad_batches": 2, "precision": "bf16-mixed"},
+        kill={"point": "gradients_ready", "step": 2},
+    ),
+    Row("closure twice", SharpnessAware),
     Row("own transfer", OwnTransfer),
     Row("begin and end of epochs", ByEpoch),
     Row("collectives in every stage", Gathers),
