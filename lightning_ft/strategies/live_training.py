@@ -548,19 +548,21 @@ def _tell(change: Change, engine: Engine, trainer: Trainer, *, is_one_replica: b
     stage = trainer.state.stage
     for slot, how in change.dead:
         if trainer.training:
-            where, lost = f"in step {trainer.global_step + 1}", "the step was not lost"
+            where, lost = f"in step {trainer.global_step + 1}", ", the step was not lost"
+        elif stage is None:
+            where, lost = "when the call was over for the others", ""
         else:
+            where = f"during {stage.value}"
             lost = (
-                "its share of it is missing"
+                ", its share of it is missing"
                 if trainer.predicting or engine.replica.size > 1
-                else "the others evaluate its share if they can read it"
+                else ", the others evaluate its share if they can read it"
             )
-            where = f"during {stage.value if stage else 'set-up'}"
         if is_one_replica:
-            lost = "from the newest snapshot"
+            lost = ", from the newest snapshot"
         if lacks_values:
             lost += "; means and metrics of this epoch lack what it logged"
-        log.warning("Slot %s died (%s) %s; %s go on, %s.", slot, how, where, alive, lost)
+        log.warning("Slot %s died (%s) %s; %s go on%s.", slot, how, where, alive, lost)
     joined = sorted(set(change.members) - set(change.before))
     if change.reason == "join" and joined:
         names = f"Slot {joined[0]} is" if len(joined) == 1 else f"Slots {', '.join(map(str, joined))} are"

@@ -24,21 +24,23 @@ class Excluding:
         self._roster = roster
         self._generations = generations
         self._watch = Watch()
-        self._setup_due: float | None = None
+        self._due: float | None = None
+        self._stopped: dict[tuple[int, int], float] = {}  # those that are through with their calls, since when that is known
 
     def deadline(self) -> float | None:
         """Return when :meth:`settle` is to be called even if nothing happens."""
-        return min((time for time in (self._watch.deadline, self._setup_due) if time is not None), default=None)
+        return min((time for time in (self._watch.deadline, self._due) if time is not None), default=None)
 
     def start_over(self, now: float) -> None:
         """Count what a rank may keep the others waiting from now on."""
         self._watch.resume(now)
 
-    def settle(self, candidates: Sequence[Rank], policy: Policy, now: float) -> str | None:
+    def settle(self, candidates: Sequence[Rank], is_ending: bool, policy: Policy, now: float) -> str | None:
         """Ask and kill, as far as it is time.
 
         Args:
             candidates: Those who are to start the next call together, while there are no members.
+            is_ending: Whether a rank's script is over: the job ends when those of the others are.
             policy: What the user asked for.
             now: The time.
 
@@ -46,6 +48,7 @@ class Excluding:
             Why the job cannot go on, or None.
 
         """
+        self._due = None
         self._settle_joiners(policy, now)
         members = [self._roster.ranks[slot] for slot in self._generations.members]
         if members:
@@ -55,6 +58,8 @@ class Excluding:
             standing = [rank for rank in members if rank.phase is Phase.STANDING]
             waiting, is_stuck = {rank.slot: rank.sight.moved for rank in standing}, False
             if not waiting:  # between calls, ranks may do what they like
+                if is_ending:
+                    self._settle_last(members, policy, now)
                 members = []
         findings = self._watch.look({rank.slot: rank.sight for rank in members}, waiting, is_stuck, policy, now)
         if not any(rank.is_settled and rank.slot not in findings.hung for rank in members):
@@ -81,7 +86,6 @@ class Excluding:
 
     def _settle_joiners(self, policy: Policy, now: float) -> None:
         """End those that take too long to get ready; nobody waits for them, but their slot stays empty."""
-        self._setup_due = None
         limit, stop_limit = self._watch.limits.of("set-up", policy), self._watch.limits.of_stopped(policy)
         for rank in self._roster.ranks.values():
             sight = rank.sight
@@ -94,8 +98,24 @@ class Excluding:
                 continue
             if now >= max(sight.moved, sight.asked) + stop_limit:
                 self._ask(rank, now)
-            due = min(sight.moved + limit, max(sight.moved, sight.asked) + stop_limit)
-            self._setup_due = min(due, self._setup_due or due)
+            self._wake_at(min(sight.moved + limit, max(sight.moved, sight.asked) + stop_limit))
+
+    def _settle_last(self, ranks: Sequence[Rank], policy: Policy, now: float) -> None:
+        """End those that are stopped: they may take their time, but the job would not end."""
+        limit = self._watch.limits.of_stopped(policy)
+        for rank in ranks:
+            sight, key = rank.sight, (rank.slot, rank.incarnation)
+            if not sight.stopped:
+                self._stopped.pop(key, None)
+            elif now >= self._stopped.setdefault(key, sight.asked) + limit:
+                self._remove(rank, f"hung for {now - self._stopped[key]:.0f} s, {sight.describe()}")
+                continue
+            if now >= max(sight.moved, sight.asked) + limit / 2:
+                self._ask(rank, now)
+            self._wake_at(max(sight.moved, sight.asked) + limit / 2)
+
+    def _wake_at(self, due: float) -> None:
+        self._due = min(due, self._due or due)
 
     def _ask(self, rank: Rank, now: float) -> None:
         rank.sight.asked = now

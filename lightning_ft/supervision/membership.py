@@ -422,7 +422,7 @@ class Membership:
 
     def _settle_members(self, now: float) -> None:
         policy = self._policy_now()
-        error = self._excluding.settle(self._candidates(), policy, now)
+        error = self._excluding.settle(self._candidates(), self._outcome.is_near, policy, now)
         num_expected = len(self._roster.ranks) + len(self._wanted) + len(self._starting) + len(self._respawns)
         num_expected += len(self._suspended - self._roster.ranks.keys())
         error = error or self._generations.settle(policy, num_expected, now)

@@ -71,6 +71,11 @@ class Outcome:
         """Note that ``slot`` is a member again: how it once ended no longer explains anything."""
         self._endings.pop(slot, None)
 
+    @property
+    def is_near(self) -> bool:
+        """Whether the script of a slot is over, as those of the others will be."""
+        return any(ending.is_complete and ending.code >= 0 for ending in self._endings.values())
+
     def verdict(self, terminated_by: int | None = None) -> tuple[int, str | None]:
         """Return the job's exit code and, if it is not 0, the reason.
 

@@ -278,6 +278,33 @@ def test_another_rank_killed_after_the_last_call_is_told_and_no_more() -> None:
     assert "died (SIGKILL) after its Trainer call" in job.notices[-1]
 
 
+@pytest.mark.parametrize(("slot", "code"), [(0, 137), (2, 0)])
+def test_a_rank_that_is_stopped_after_the_last_call_is_ended_once_another_is_through(slot: int, code: int) -> None:
+    job = Job(3, timeout=4.0)
+    job.train()
+    job.end(0, 1, 2)
+    job.membership.found(slot, 0, True)
+    job.wait(100.0)  # nobody is through: the others may still do what they like
+    job.membership.found(slot, 0, False)
+    job.exit(1)
+    job.wait(9.0)
+    job.membership.found(slot, 0, True)
+    job.wait(2.0)
+    job.membership.found(slot, 0, False)  # it goes on
+    job.wait(100.0)
+    assert job.doomed == []
+    job.membership.found(slot, 0, True)
+    job.wait(1.9)
+    assert job.doomed == []
+    job.wait(2.2)
+    assert job.doomed == [slot]
+    job.bury_doomed()
+    job.exit(2 - slot)
+    assert job.finish is not None
+    assert job.finish.code == code
+    assert "SIGSTOP" in (job.finish.error or job.notices[-1])
+
+
 def test_rank_0_killed_between_two_calls_is_a_death_like_any_other() -> None:
     job = Job(3, max_restarts=0)
     job.train()
