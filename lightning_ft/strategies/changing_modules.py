@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 _FLAGS = ("training", "track_running_stats", "momentum")
@@ -32,6 +33,20 @@ def adopt_flags(pl_module: LightningModule, flags: dict[str, Any]) -> None:
 def _flags(module: Module) -> dict[str, Any]:
     plain = (bool, int, float, type(None))
     return {flag: vars(module)[flag] for flag in _FLAGS if isinstance(vars(module).get(flag, module), plain)}
+
+
+def describe_shapes(pl_module: LightningModule) -> dict[str, list[int]]:
+    """Return the shape of each buffer: that of a queue of samples grows."""
+    return {name: list(buffer.shape) for name, buffer in pl_module.named_buffers() if not is_lazy(buffer)}
+
+
+def adopt_shapes(pl_module: LightningModule, shapes: dict[str, list[int]]) -> None:
+    """Give buffers the shapes that :func:`describe_shapes` returned on another rank, before their values are loaded."""
+    for name, buffer in list(pl_module.named_buffers()):
+        shape = shapes.get(name)
+        if shape is not None and not is_lazy(buffer) and list(buffer.shape) != shape:
+            owner, _, own_name = name.rpartition(".")
+            setattr(pl_module.get_submodule(owner), own_name, buffer.new_zeros(shape))
 
 
 def describe_groups(pl_module: LightningModule, optimizers: list[Optimizer]) -> list[Any]:

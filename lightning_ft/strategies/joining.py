@@ -39,6 +39,7 @@ def collect_state(trainer: Trainer) -> dict[str, Any]:
     return {
         "checkpoint": checkpoint,
         "groups": changing_modules.describe_groups(trainer.lightning_module, trainer.optimizers),
+        "shapes": changing_modules.describe_shapes(trainer.lightning_module),
         "flags": changing_modules.describe_flags(trainer.lightning_module),
         "gradients": _accumulated_gradients(trainer.lightning_module),
         "random": _collect_rng_states(include_cuda=False),
@@ -103,6 +104,7 @@ def begin_epoch(trainer: Trainer, state: dict[str, Any], own_groups: list[Any]) 
     with changing_modules.grouped_as(own_groups, trainer.optimizers):
         call._call_callback_hooks(trainer, "on_train_epoch_start")
         call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+    changing_modules.adopt_shapes(trainer.lightning_module, state["shapes"])
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint_of(state)
     connector.restore_model()

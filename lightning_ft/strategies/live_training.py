@@ -470,6 +470,7 @@ class LiveTraining:
         self._received = state["training"]
         self._own_groups = [optimizer.param_groups for optimizer in trainer.optimizers]
         changing_modules.adopt_groups(self._pl_module, trainer.optimizers, self._received["groups"])
+        changing_modules.adopt_shapes(self._pl_module, self._received["shapes"])
         return joining.checkpoint_of(self._received)
 
     def _ask_for_state(self) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def take_back(trainer: Trainer, state: dict[str, Any]) -> None:
     files = _known_checkpoints(trainer, state["checkpoint"]["callbacks"])
     trainer.training = True  # and not in the validation in which it may have been
     changing_modules.adopt_groups(trainer.lightning_module, trainer.optimizers, state["groups"])
+    changing_modules.adopt_shapes(trainer.lightning_module, state["shapes"])
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = joining.checkpoint_of(state)
     connector.restore_datamodule()

@@ -103,6 +103,22 @@ class Counting(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Queueing(Net):
+    """Buffers whose shapes training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(0, 8))
+        self.part = nn.Module()
+        self.part.register_buffer("queue", torch.zeros(0, 8), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.queue = torch.cat([self.queue, batch[0]])[-5:]
+        self.part.queue = torch.cat([self.part.queue, batch[0]])[-3:]
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss + (self.net(self.queue) - self.net(self.part.queue).mean()).square().mean()
+
+
 class Backboned(Net):
     """What ``BackboneFinetuning`` expects."""
 
@@ -169,6 +185,7 @@ ROWS = [
     Row("compiled module", lambda: torch.compile(Quiet(), backend="eager"), kill={"point": "forward"}),
     Row("configured late", Configured),
     Row("buffers", Counting),
+    Row("buffers that grow", Queueing),
     Row("weight averaging", callbacks=lambda: [WeightAveraging()]),
     Row("moving average", callbacks=lambda: [EMAWeightAveraging(decay=0.9)]),
     Row(
