@@ -19,6 +19,8 @@ Received = TypeVar("Received", FromRank, FromSupervisor)
 
 def _decode(line: bytes | bytearray) -> Any:
     message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"{line[:80]!r} is no message: expected a JSON object.")
     if message.get("type") == "generation":  # JSON has no integer keys
         message["incarnations"] = {int(slot): incarnation for slot, incarnation in message["incarnations"].items()}
     return message

@@ -210,6 +210,7 @@ class Membership:
         assert isinstance(slot, int)
         if request.command == "resume":
             self._suspended.discard(slot)
+            self._lost.discard(slot)
             if slot not in self._roster.ranks:  # else it is started when its process is gone
                 self._wanted.add(slot)
         elif request.command == "fault":

@@ -53,7 +53,7 @@ class Writer:
     def is_full(self) -> bool:
         """Return whether no more should be written until ``on_room`` is called."""
         with self._lock:
-            self._was_full = self._backlog > _LARGEST_BACKLOG
+            self._was_full = self._was_full or self._backlog > _LARGEST_BACKLOG
             return self._was_full
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -73,7 +74,7 @@ class Starter:
         self._selector = selector
         self._on_started = on_started
         if self._zygote is not None:
-            selector.register(self._zygote, selectors.EVENT_READ, self._take_reply)
+            selector.register(self._zygote, selectors.EVENT_READ, self._on_readable)
 
     def start(self, key: Key, env: Mapping[str, str], stdio: Stdio) -> None:
         """Start one process; the descriptors stay open here."""
@@ -109,6 +110,11 @@ class Starter:
             if self._selector is not None:
                 self._selector.unregister(zygote)
             zygote.close()
+
+    def _on_readable(self) -> None:
+        assert self._zygote is not None
+        if select.select([self._zygote], [], [], 0.0)[0]:  # else `settle` was called in the meantime
+            self._take_reply()
 
     def _take_reply(self) -> None:
         assert self._zygote is not None

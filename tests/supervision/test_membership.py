@@ -1588,6 +1588,18 @@ def test_a_slot_that_is_resumed_before_its_process_is_gone_starts_when_it_is() -
     assert job.spawned[-1] == (0, 1)
 
 
+def test_a_slot_that_is_resumed_as_a_call_ends_is_started_once() -> None:
+    job = Job(3)
+    job.train()
+    job.end(0)
+    assert ask(job, "suspend", 1) is None
+    job.bury_doomed()
+    assert ask(job, "resume", 1) is None
+    job.end(2)
+    job.begin(0, 2, call=1)
+    assert job.spawned[3:] == [(1, 1)]
+
+
 def test_an_excluded_slot_starts_again_and_a_fault_is_a_signal() -> None:
     job = Job(3)
     job.train()

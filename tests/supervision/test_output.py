@@ -186,6 +186,9 @@ def test_stopped_reader_stops_the_output_and_not_the_supervisor() -> None:
         output.write(writer, data)  # far more than the pipe holds, and this thread goes on
     assert output.is_full()
     received = 0
+    while received < 5 * len(data):
+        received += len(os.read(reader, 1 << 20))
+    assert output.is_full()  # until there is nothing left: who asks in between must not be forgotten
     while received < 8 * len(data):
         received += len(os.read(reader, 1 << 20))
     assert has_room.wait(30.0)

@@ -181,6 +181,36 @@ print("started:", os.wait()[1])
     assert (finished.returncode, finished.stdout, finished.stderr) == (0, "started: 0\n", "")
 
 
+def test_news_of_a_start_that_is_taken_early_is_not_waited_for_again() -> None:
+    code = """
+import os, selectors, socket
+from lightning_ft.supervision import starting
+from lightning_ft.supervision.processes import become_subreaper
+starting.preload = lambda: None
+become_subreaper()
+starter = starting.Starter(["-c", "pass"], "fork")
+selector = selectors.DefaultSelector()
+reader, writer = socket.socketpair()
+selector.register(reader, selectors.EVENT_READ, starter.settle)  # as when a process ended
+starter.watch(selector, lambda pid, key: print("started", key))
+zygote = starter._zygote
+zygote._socket.settimeout(10.0)
+null = os.open(os.devnull, os.O_RDWR)
+starter.start((0, 0), dict(os.environ), (null, null, null))
+selectors.select.select([zygote], [], [], 10.0)
+writer.send(b"x")
+ready = [key for key, _ in selector.select(10.0)]
+assert len(ready) == 2
+for key in sorted(ready, key=lambda key: key.fileobj is zygote):
+    key.data()
+print("has its zygote:", starter._zygote is zygote)
+starter.close()
+"""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    finished = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert finished.stdout == "started (0, 0)\nhas its zygote: True\n", finished.stderr
+
+
 def test_process_with_threads_is_not_forked() -> None:
     assert num_threads() >= 1
     code = """
