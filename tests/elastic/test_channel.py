@@ -93,6 +93,9 @@ def test_what_is_no_message_is_an_error(ends: tuple[Channel[Any], Channel[Any]])
     rank._socket.sendall(b"hello\n")
     with pytest.raises(ValueError, match="Expecting value"):
         supervisor.receive()
+    rank._socket.sendall(b"[1]\n")
+    with pytest.raises(ValueError, match="expected a JSON object"):
+        supervisor.receive()
 
 
 def test_rank_is_known_by_its_process() -> None:
